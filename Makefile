@@ -28,7 +28,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo: $(INSTALLED) ## train, fail, cure, report: writes demo-output/
+demo: $(INSTALLED) ## train, fail, state passing, report: writes demo-output/
 	$(VENV)/bin/lengthgen demo --output demo-output
 
 test: export OMP_NUM_THREADS := 1

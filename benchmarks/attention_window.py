@@ -34,21 +34,24 @@ def losses() -> None:
     """Of 8 texts of 4,096 bytes of the validation split, in nats per byte."""
     stream = load_stream("stdlib", "validation", byte_tokenizer()).tokens
     texts = evaluation_sequences(stream, 8, PARTS[-1][1] + 1)
-    for name, windows in (("bamba-base", ("none", "128")), ("bamba-cured", ("none", "32", "64", "128", "256", "512"))):
+    for name, windows in (
+        ("bamba-base", ("none", "128")),
+        ("bamba-state-passing", ("none", "32", "64", "128", "256", "512")),
+    ):
         for window in windows:
             nll = stream_nll(model_of(name, window), texts, progress=False).nll
             print(f"{name:<12} {window:>5}", *(f"{nll[:, start:stop].mean():.3f}" for start, stop in PARTS))
 
 
 def stream(length: str, window: str) -> None:
-    model = model_of("bamba-cured", window)
+    model = model_of("bamba-state-passing", window)
     read, seconds = timed(lambda: read_text(model, random_bytes(int(length), 0)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{peak:,.0f} MiB, {int(length) / seconds:,.0f} tokens per second, text state of {read.nbytes:,} bytes")
 
 
 def document(window: str) -> None:
-    model = model_of("bamba-cured", window)
+    model = model_of("bamba-state-passing", window)
     read, seconds = timed(lambda: read_text(model, random_bytes(100_000, 0)))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "document.state"
@@ -72,7 +75,7 @@ def document(window: str) -> None:
 
 @torch.no_grad()
 def stock() -> None:
-    model = AutoModelForCausalLM.from_pretrained(CARDS / "bamba-cured").eval()
+    model = AutoModelForCausalLM.from_pretrained(CARDS / "bamba-state-passing").eval()
     tokens, cache = torch.from_numpy(random_bytes(100_000, 0))[None], None
     for piece in tokens.split(1000, 1):
         cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values

@@ -1,7 +1,7 @@
 """A document of 100,000 tokens read once by a hybrid, kept in files, asked by other processes, cropped, asked again.
 
-    python -m benchmarks.state_files                       # model_cards/bamba-cured
-    python -m benchmarks.state_files --model model_cards/mamba2-cured
+    python -m benchmarks.state_files                       # model_cards/bamba-state-passing
+    python -m benchmarks.state_files --model model_cards/mamba2-state-passing
 
 Prints time and bytes of each step as a table. Each process that asks compares one of its answers with that of a model
 which reads document and question at once.
@@ -30,7 +30,9 @@ GREEDY: dict[str, Any] = {"max_new_tokens": ANSWER, "do_sample": False, "eos_tok
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--model", default="model_cards/bamba-cured", help="checkpoint (default: %(default)s)")
+    options.add_argument(
+        "--model", default="model_cards/bamba-state-passing", help="checkpoint (default: %(default)s)"
+    )
     options.add_argument("--length", type=int, default=100_000, help="tokens of the document (default: %(default)s)")
     options.add_argument("--every", type=int, default=10_000, help="tokens between two files (default: %(default)s)")
     options.add_argument("--ask", type=Path, help=argparse.SUPPRESS)  # in the processes that ask

@@ -1,8 +1,8 @@
 """Read a document of 100,000 tokens once, keep what the model has read, and ask as often as you like.
 
-    python examples/ask_a_long_document.py --model model_cards/mamba2-cured
-    python examples/ask_a_long_document.py --model model_cards/mamba2-cured --document book.txt --ask "Who"
-    python examples/ask_a_long_document.py --model model_cards/mamba2-cured --position 50000
+    python examples/ask_a_long_document.py --model model_cards/mamba2-state-passing
+    python examples/ask_a_long_document.py --model model_cards/mamba2-state-passing --document book.txt --ask "Who"
+    python examples/ask_a_long_document.py --model model_cards/mamba2-state-passing --position 50000
 
 Another process or machine can ask, too. A second run finds the files and asks at once; one that was interrupted goes
 on after the last file. Works with every checkpoint of this package and with hybrids of Transformers. `lengthgen state`
@@ -21,7 +21,9 @@ from hf_recurrent_lengthgen.data import standard_library_corpus
 from hf_recurrent_lengthgen.state_files import ask, load_text_state, read_into
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", default="model_cards/mamba2-cured", help="checkpoint folder (default: %(default)s)")
+parser.add_argument(
+    "--model", default="model_cards/mamba2-state-passing", help="checkpoint folder (default: %(default)s)"
+)
 parser.add_argument("--document", type=Path, help="text file (default: sources of the standard library)")
 parser.add_argument("--length", type=int, default=100_000, help="tokens to read at most (default: %(default)s)")
 parser.add_argument("--every", type=int, default=10_000, help="tokens between two files (default: %(default)s)")

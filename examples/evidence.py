@@ -42,7 +42,7 @@ class Study(NamedTuple):
 
 STUDIES = {
     "families": Study(
-        "Do all families fail beyond their training length, and what cures them?",
+        "Do all families fail beyond their training length, and what restores length generalization?",
         [
             *(f"families/run.py --families {family}" for family in FAMILIES),
             "families/run.py --families mamba2 gla --methods fitted_noise_first fitted_noise_first_zero",
@@ -58,13 +58,13 @@ STUDIES = {
         2.5,
     ),
     "failure": Study(
-        "When does a model begin to fail in its training, and how little cures it?",
+        "When does a model begin to fail in its training, and how few further steps restore it?",
         [f"failure/run.py --seeds {seed}" for seed in SEEDS],
         "failure/run.py --report",
         1.1,
     ),
     "interventions": Study(
-        "What does each intervention cure and cost, after how few steps, at which learning rate?",
+        "What does each intervention restore and cost, after how few steps, at which learning rate?",
         [
             *(f"interventions/run.py --seeds {seed}" for seed in SEEDS),
             *(f"interventions/budget.py --bases {base}" for base in ("delta_net", "mamba2")),
@@ -125,7 +125,7 @@ STUDIES = {
         3.3,
     ),
     "published": Study(
-        "Does a published model fail, and what cures it? (its file: --weights, see the README)",
+        "Does a published model fail, and what restores length generalization? (its file: --weights, see the README)",
         [f"published/run.py --seeds {seed}" for seed in SEEDS],
         "published/run.py --report",
         0.1,

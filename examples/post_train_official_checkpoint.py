@@ -33,7 +33,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", default="state-spaces/mamba2-130m", help="Hub name or folder (default: %(default)s)")
 parser.add_argument("--tokenizer", default="EleutherAI/gpt-neox-20b", help="Hub name or folder (default: %(default)s)")
 parser.add_argument("--data", help="texts with splits train and validation: a folder, a file or a name on the Hub")
-parser.add_argument("--output", type=Path, required=True, help="new folder for base, cured and evaluation")
+parser.add_argument("--output", type=Path, required=True, help="new folder for base, state-passing and evaluation")
 parser.add_argument(
     "--length", type=int, default=2048, help="tokens of a row, as in pre-training (default: %(default)s)"
 )
@@ -53,7 +53,7 @@ if options.data is None:
     parser.error("give --data, the texts to post-train and evaluate on, or --smoke")
 if options.rows % options.rows_at_once:
     parser.error(f"--rows {options.rows} must be a multiple of --rows_at_once {options.rows_at_once}")
-base, cured, evaluation = (options.output / name for name in ("base", "cured", "evaluation"))
+base, passed, evaluation = (options.output / name for name in ("base", "state-passing", "evaluation"))
 
 # The official format becomes a checkpoint of ours, and gives what the official implementation gives.
 tokenizer = load_tokenizer(options.tokenizer)
@@ -65,7 +65,7 @@ if not verify_checkpoint(base).passed:
 # Each row of a step starts from the final state of a row of the step before.
 stream = load_stream(options.data, "train", tokenizer)
 arguments = StatePassingConfig(
-    output_dir=str(cured),
+    output_dir=str(passed),
     max_steps=options.steps,
     per_device_train_batch_size=options.rows_at_once,
     gradient_accumulation_steps=options.rows // options.rows_at_once,
@@ -94,13 +94,13 @@ trainer.train()
 trainer.save_model()
 
 # What strangers will load must give what it gave here; then far beyond the training length; then the card.
-if not verify_checkpoint(cured).passed:
-    sys.exit(f"The result does not load elsewhere as it should: lengthgen verify {cured} says where.")
-measure = ["evaluate", str(base), str(cured), "--roles", "base,cured", "--data", options.data]
+if not verify_checkpoint(passed).passed:
+    sys.exit(f"The result does not load elsewhere as it should: lengthgen verify {passed} says where.")
+measure = ["evaluate", str(base), str(passed), "--roles", "base,intervention", "--data", options.data]
 measure += ["--tokenizer", options.tokenizer, "--length", str(options.beyond * options.length)]
 measure += ["--sequences", str(options.sequences), "--output", str(evaluation)]
 if main([*measure, *(["--device", "cuda", "--dtype", "bfloat16"] if torch.cuda.is_available() else [])]):
     sys.exit(1)
-card = write_card(cured, [evaluation / "result.json"])
+card = write_card(passed, [evaluation / "result.json"])
 print(f"\nThe card is {card}; its section Limits says what it lacks.")
-print(f"Next: {shlex.join(['lengthgen', 'push', str(cured), 'OWNER/NAME', '--dry-run'])}")
+print(f"Next: {shlex.join(['lengthgen', 'push', str(passed), 'OWNER/NAME', '--dry-run'])}")

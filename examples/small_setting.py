@@ -39,16 +39,16 @@ from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
-STUDIED: dict[str, Any] = {"base_steps": 1000, "cure_steps": 200, "evaluation_multiple": 32, "sequences": 16}
+STUDIED: dict[str, Any] = {"base_steps": 1000, "post_training_steps": 200, "evaluation_multiple": 32, "sequences": 16}
 SETTINGS = replace(demo.DEFAULTS, **STUDIED)
-SHORT: dict[str, Any] = {"training_length": 16, "batch_size": 4, "base_steps": 2, "cure_steps": 2}
+SHORT: dict[str, Any] = {"training_length": 16, "batch_size": 4, "base_steps": 2, "post_training_steps": 2}
 SHORT |= {"evaluation_multiple": 4, "sequences": 2}
 TINY = replace(SETTINGS, hidden_size=16, num_heads=2, **SHORT)
 
 
 @dataclass(frozen=True)
 class SlowSettings(demo.Budget):
-    """A Mamba-2 with a mimetic start (arXiv:2410.11135), trained, cured and measured as the base of the demo."""
+    """A Mamba-2 with a mimetic start (arXiv:2410.11135), trained and measured as the base of the demo."""
 
     hidden_size: int = 96
     head_dim: int = 32

@@ -79,14 +79,14 @@ def test_an_official_checkpoint_becomes_a_published_one(
     tmp_path: Path, example: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example("post_train_official_checkpoint.py", "--smoke", "--output", tmp_path)
-    verified = {name: read_verification(tmp_path / name) for name in ("base", "cured")}
+    verified = {name: read_verification(tmp_path / name) for name in ("base", "state-passing")}
     assert all(found is not None and found.passed for found in verified.values())
-    lineage = read_lineage(tmp_path / "cured")
+    lineage = read_lineage(tmp_path / "state-passing")
     assert lineage is not None
     assert lineage.source is not None
     assert all("post_train_official_checkpoint.py --smoke" in step.command for step in lineage.steps)
     assert (lineage.source.format, [step.kind for step in lineage.steps]) == ("mamba-ssm", ["convert", "train"])
-    assert "state passing (2 steps" in (tmp_path / "cured" / "README.md").read_text()
+    assert "state passing (2 steps" in (tmp_path / "state-passing" / "README.md").read_text()
     assert "lengthgen push" in capsys.readouterr().out
 
 

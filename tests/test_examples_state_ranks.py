@@ -15,7 +15,7 @@ def test_the_table_of_the_page_is_that_of_the_results(example: Any) -> None:
     results = json.loads((ROOT / "examples/families/results/state_ranks.json").read_text())
     [part] = PART.findall((ROOT / "docs/read_a_diagnosis.md").read_text())
     assert part == example("families/state_ranks.py")["table"](results)
-    shipped = {path.name for kind in ("base", "cured") for path in (ROOT / "model_cards").glob(f"*-{kind}")}
+    shipped = {path.name for kind in ("base", "state-passing") for path in (ROOT / "model_cards").glob(f"*-{kind}")}
     assert {*results} == shipped - {"passkey-base"}
 
 
@@ -27,7 +27,7 @@ def test_a_pair_is_measured_and_kept(example: Any, tmp_path: Path) -> None:
     for pairs in (["gla"], ["gla", "mamba"]):  # what was measured is not measured again
         example("families/state_ranks.py", "--pairs", *pairs, "--lengths", 2, "--results", tmp_path, "--page", page)
     results = json.loads((tmp_path / "state_ranks.json").read_text())
-    assert {*results} == {"gla-base", "gla-cured", "mamba-base", "mamba-cured"}
+    assert {*results} == {"gla-base", "gla-state-passing", "mamba-base", "mamba-state-passing"}
     assert [results[f"{name}-base"]["matrices"] for name in ("gla", "mamba")] == [6, 2]
     assert all(0 < value <= found["most"] for found in results.values() for value in found["entropy"])
     assert [line.split("|")[1].strip() for line in page.read_text().splitlines()[3:-1]] == ["gla", "mamba"]
@@ -42,7 +42,7 @@ def test_the_tables_of_distances_and_newlines_are_those_of_the_results(example: 
     study = example("families/shipped.py")
     assert tables_of(ROOT / "examples/families/README.md") == study["tables"](results)
     assert {*results} == {
-        path.name for kind in ("base", "cured") for path in (ROOT / "model_cards").glob(f"*-{kind}")
+        path.name for kind in ("base", "state-passing") for path in (ROOT / "model_cards").glob(f"*-{kind}")
     } - {"passkey-base"}
 
 
@@ -64,13 +64,13 @@ def test_a_checkpoint_is_measured_again_only_if_its_weights_changed(
     options = ("--pairs", "gla", "--lengths", 2, "--results", tmp_path, "--page", page)
     example("families/shipped.py", *options)
     first = json.loads(file.read_text())
-    assert {*first} == {"gla-base", "gla-cured"}
+    assert {*first} == {"gla-base", "gla-state-passing"}
     assert len(first["gla-base"]["remembrance"]["cosine"]) == 32
     changed = {**first, "gla-base": {**first["gla-base"], "parameters": 1, "weights": "others"}}
-    changed["gla-cured"] = {**first["gla-cured"], "parameters": 2}
+    changed["gla-state-passing"] = {**first["gla-state-passing"], "parameters": 2}
     file.write_text(json.dumps(changed))
     example("families/shipped.py", *options)
     again = json.loads(file.read_text())
     assert again["gla-base"] == first["gla-base"]
-    assert again["gla-cured"]["parameters"] == 2
+    assert again["gla-state-passing"]["parameters"] == 2
     assert [row.split(" | ")[0] for row in tables_of(page)["newlines"].splitlines()[2:]] == ["| gla"]

@@ -133,9 +133,9 @@ def test_checkpoints_of_families_are_made(example: Any, tmp_path: Path) -> None:
     (made / "README.md").write_text("<!-- table -->\n<!-- end -->\n")
     places = ["--output", tmp_path / "out", "--checkpoints", made]
     example("families/checkpoints.py", "--tiny", "--families", "gla", *places)
-    assert {"gla-base", "gla-cured"} == {path.name for path in made.iterdir() if path.is_dir()}
+    assert {"gla-base", "gla-state-passing"} == {path.name for path in made.iterdir() if path.is_dir()}
     (row,) = (line for line in (made / "README.md").read_text().splitlines() if line.startswith("| GLA"))
-    assert "[base](gla-base/README.md), [cured](gla-cured/README.md)" in row
+    assert "[base](gla-base/README.md), [state passing](gla-state-passing/README.md)" in row
 
 
 @pytest.mark.parametrize("family", ["rwkv6", "rwkv7"])

@@ -14,7 +14,7 @@ from tests.checkpoints.cards.test_model_cards import MODEL_CARDS, recorded
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_recurrent_lengthgen"
-NAME = "mamba2-cured"
+NAME = "mamba2-state-passing"
 
 
 def in_other_words(checkpoint: Checkpoint) -> Checkpoint:

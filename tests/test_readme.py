@@ -28,13 +28,13 @@ def demo_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sizes: dict[str, Any] = {"hidden_size": 16, "num_heads": 4, "num_hidden_layers": 1, "vocab_size": 384}
     sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "training_length": 16}
     mamba2 = StatefulMamba2Config(head_dim=8, state_size=8, n_groups=1, **sizes)
-    names = {"cured": mamba2, "model_cards/mamba2-base": mamba2, "model_cards/mamba2-cured": mamba2}
-    names |= dict.fromkeys(("demo-output/base", "demo-output/cured"), StatefulDeltaNetConfig(**sizes))
+    names = {"state-passing": mamba2, "model_cards/mamba2-base": mamba2, "model_cards/mamba2-state-passing": mamba2}
+    names |= dict.fromkeys(("demo-output/base", "demo-output/state-passing"), StatefulDeltaNetConfig(**sizes))
     for name, config in names.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
-    for name in ("bamba-base", "bamba-cured", "delta-net-cured", "passkey-base"):
+    for name in ("bamba-base", "bamba-state-passing", "delta-net-state-passing", "passkey-base"):
         (tmp_path / "model_cards" / name).symlink_to(ROOT / "model_cards" / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
@@ -66,7 +66,7 @@ def test_the_commands_run(demo_output: Path) -> None:
     lines = [line for block in blocks_of("bash") for line in block.replace("\\\n", " ").splitlines()]
     commands = [line for line in lines if line.startswith("lengthgen ")]
     assert {shlex.split(command)[1] for command in commands} == set(quick)
-    (demo_output / "cured" / "checkpoint-1000").mkdir()  # what the code above the commands leaves
+    (demo_output / "state-passing" / "checkpoint-1000").mkdir()  # what the code above the commands leaves
     for command in commands:
         arguments = shlex.split(command)[1:]
         assert main([*arguments, *shlex.split(quick[arguments[0]])]) == 0

@@ -1,4 +1,4 @@
-"""A failure beyond the training length and its cure on bytes: DeltaNet and Mamba-2 of 20 to 30 million parameters.
+"""Failure beyond the training length, and state passing: DeltaNet and Mamba-2 of 20 to 30 million parameters on bytes.
 
 A base starts as its authors start it (no mimetic start) and is trained in bf16 autocast, at a constant rate after a
 warm-up, so that every point of its training is a base that one could have stopped at. It is measured after given
@@ -43,7 +43,7 @@ class Setting:
     multiples: tuple[float, ...] = (0.25, 0.5, 1, 1.75, 2.5, 3.5, 5, 7.5)
     learning_rate: float = 1e-3
     warmup_steps: int = 500
-    cure_steps: int = 500
+    post_training_steps: int = 500
     evaluation_multiple: int = 64
     sequences: int = 16
     seed: int = 0
@@ -61,7 +61,9 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
 }
 SETTINGS = {family: Setting(model) for family, model in MODELS.items()}
 TINY = {
-    family: Setting(model, 16, 4, (0.002, 0.004), warmup_steps=2, cure_steps=3, evaluation_multiple=4, sequences=2)
+    family: Setting(
+        model, 16, 4, (0.002, 0.004), warmup_steps=2, post_training_steps=3, evaluation_multiple=4, sequences=2
+    )
     for family, model in TINY_MODELS.items()
 }
 ARMS: dict[str, tuple[type[InitialStateTrainer], dict[str, Any]]] = {
@@ -130,7 +132,7 @@ def trained(folder: Path, stage: Stage, setting: Setting, until: int, model: Cal
         rate, steps = setting.learning_rate, steps_of(setting, model(), setting.multiples[-1])
     else:
         schedule = {"lr_scheduler_type": "cosine", "warmup_steps": 0.1}
-        rate, steps = setting.learning_rate / 10, setting.cure_steps
+        rate, steps = setting.learning_rate / 10, setting.post_training_steps
     arguments = trainer_class.config_class(
         output_dir=str(folder),
         max_steps=steps,
@@ -227,7 +229,8 @@ def study(stage: Stage, family: str, setting: Setting) -> None:
     assert base is not None
     loaded = partial(load_model, str(stage.work / base["checkpoint"]))
     arms: dict[str, Part] = {
-        f"{family}, {arm}": partial(measured, work / arm, stage, setting, setting.cure_steps, loaded) for arm in ARMS
+        f"{family}, {arm}": partial(measured, work / arm, stage, setting, setting.post_training_steps, loaded)
+        for arm in ARMS
     }
     stage.run(arms, seconds)
 

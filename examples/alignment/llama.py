@@ -67,7 +67,12 @@ class LlamaStudy(AlignmentStudy):
     """Stages are named `BASE`, or as in `ARMS`."""
 
     full = replace(
-        SlowStudy.full, **LLAMA, base_steps=2000, base_learning_rate=2e-3, cure_steps=200, cure_learning_rate=5e-4
+        SlowStudy.full,
+        **LLAMA,
+        base_steps=2000,
+        base_learning_rate=2e-3,
+        post_training_steps=200,
+        post_training_learning_rate=5e-4,
     )
     tiny = replace(SlowStudy.tiny, evaluation_multiple=8)
 
@@ -100,7 +105,11 @@ class LlamaStudy(AlignmentStudy):
         length = settings.training_length * arm.factor
         pairs = settings.batch_size // 2 // arm.factor  # as many tokens in a step
         training = Training(
-            settings.cure_steps, settings.cure_learning_rate, f"llama/start/{arm.factor}", pairs, length
+            settings.post_training_steps,
+            settings.post_training_learning_rate,
+            f"llama/start/{arm.factor}",
+            pairs,
+            length,
         )
         options: dict[str, Any] = {"alignment_alpha": arm.alpha or NOTHING, "alignment_length": length}
         least, most = arm.shifts or (0.0, 0.5)

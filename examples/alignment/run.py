@@ -118,7 +118,9 @@ class AlignmentStudy(Study):
         data: Any = self.blocks(length + extra - 1)
         if source.trainer is TbttTrainer:
             data = ContinuedChunks(self.stream, length, 12, lookahead=extra)
-        training = Training(settings.cure_steps, settings.cure_learning_rate, "base", settings.batch_size // 2)
+        training = Training(
+            settings.post_training_steps, settings.post_training_learning_rate, "base", settings.batch_size // 2
+        )
         options = {"alignment_alpha": term.alpha, "alignment_divergence": term.divergence}
         options |= {"alignment_length": length, **source.options}
         return self.run(name, seed, training, source.trainer, data, **options)

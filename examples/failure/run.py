@@ -1,4 +1,4 @@
-"""Train base models in different ways and see which of them fail beyond their training length, and what cures them.
+"""Which ways of training lead to failure beyond the training length, and what restores length generalization?
 
 After Fig. 1 to 4 and 11 of arXiv:2507.02782: training length at equal tokens, tokens seen, warm-up, and few steps of
 state passing. The model is the base of `lengthgen demo`; one thing is changed at a time. Writes to the output folder:
@@ -28,8 +28,8 @@ MULTIPLES = (0.25, 0.5, 1, 2)
 """Training lengths, in those of the demo."""
 WARMUPS = (0.02, 0.1, 0.25)
 """Shares of all steps; the demo's is the middle one."""
-CURES = (0.1, 0.25, 1)
-"""Steps of state passing after the base, in those of a cure."""
+SHARES = (0.1, 0.25, 1)
+"""Steps of state passing after the base, in those of a full post-training."""
 
 
 class FailureStudy(Study):
@@ -45,20 +45,20 @@ class FailureStudy(Study):
         return measured | {"remembrance": {"kept": kept, "mean": values}, "forgotten": beyond and beyond.mean}
 
 
-def cures(study: Study) -> dict[str, str]:
+def post_trainings(study: Study) -> dict[str, str]:
     """Stages that go on from the base, with their labels: few steps of state passing, and plain ones, too."""
-    steps = sorted({max(1, int(share * study.settings.cure_steps)) for share in CURES})
+    steps = sorted({max(1, int(share * study.settings.post_training_steps)) for share in SHARES})
     labels = {f"state_passing_{n}": f"{n} of state passing" for n in steps}
     return labels | {f"plain_{steps[-1]}": f"{steps[-1]} of plain training"}
 
 
-def train_base_and_cures(study: Study, seed: int) -> None:
+def train_and_post_train(study: Study, seed: int) -> None:
     """The base of the demo, which is one of each series, and a few steps more."""
     study.base(seed)
-    for name in cures(study):
+    for name in post_trainings(study):
         trainer = ZeroStateTrainer if name.startswith("plain") else StatePassingTrainer
         steps = int(name.rpartition("_")[2])
-        training = Training(steps, study.settings.cure_learning_rate, "base", study.settings.batch_size)
+        training = Training(steps, study.settings.post_training_learning_rate, "base", study.settings.batch_size)
         study.run(name, seed, training, trainer, study.blocks())
 
 
@@ -97,7 +97,7 @@ def series(study: Study, seeds: list[int]) -> dict[str, dict[str, dict[int, Resu
         "Tokens seen": {label: ("base", key) for key, label in steps}
         | {f"{whole / 1e6:.2g} M tokens": ("base", "measured")},
         "Further steps": {"base": ("base", "measured")}
-        | {label: (name, "measured") for name, label in cures(study).items()},
+        | {label: (name, "measured") for name, label in post_trainings(study).items()},
         "Warm-up": {f"{100 * w:g} % of steps": ("base" if w == 0.1 else f"warmup_{w}", "measured") for w in WARMUPS},
     }
     measured: dict[str, dict[str, dict[int, Result]]] = {}
@@ -183,7 +183,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # results of small runs hang on rounding
     study = FailureStudy(options)
     if not options.report:
-        for stages in (train_base_and_cures, train_variations):
+        for stages in (train_and_post_train, train_variations):
             for seed in options.seeds:
                 stages(study, seed)
     report(study, options.seeds)

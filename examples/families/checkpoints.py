@@ -4,9 +4,9 @@
     python examples/families/checkpoints.py --families rwkv6     # one family; delete a folder to train it again
     python examples/families/checkpoints.py --cards              # the cards and the table again, from what is there
 
-Trains what is missing (one thread, minutes each), the cured model from the base that is there, verifies and evaluates
-both up to 64 training lengths, and writes their cards and the table of model_cards/README.md. The repository does not
-keep the code of their classes: `lengthgen verify` adds it.
+Trains what is missing (one thread, minutes each), a post-trained model from the base that is there, verifies and
+evaluates both up to 64 training lengths, and writes their cards and the table of model_cards/README.md. The repository
+does not hold the code of their classes: `lengthgen verify` adds it.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from run import FAMILIES, FamilyStudy
 from small_setting import lengthgen, ship
 from study_pages import fill, markdown
 
-METHODS = {"base": "base", "state_passing": "cured"}
+METHODS = {"base": "base", "state_passing": "intervention"}
 SEED = 1
 SEEDS = {"kda_short": 0}
 """Of families whose base of seed 1 hardly fails."""
@@ -41,7 +41,7 @@ SHIPPED = (
 
 
 FAR = {"state_drop_probability": 0.03}
-CURE = (300, FAR)
+POST_TRAINING = (300, FAR)
 """Steps of state passing, and options: a passed state has read 33 rows on average. As in the study, with 200 steps and
 10 rows, most models still fail at 32 to 64 training lengths."""
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -59,19 +59,19 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
 """What others take."""
 WEIGHTS = "model.safetensors"
 LENGTHS = 64
-"""Training lengths up to which the cured models hold."""
+"""Training lengths up to which the post-trained models generalize."""
 OCTAVES = [f"{1 << octave}T to {2 << octave}T" for octave in range(LENGTHS.bit_length() - 1)]
 
 
 class Pairs(FamilyStudy):
-    """The trainings of the study, but of as many steps as a cure takes, and from the bases that are there."""
+    """The trainings of the study, but of as many steps as post-training takes, and from the bases that are there."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         self.checkpoints, self.tiny = Path(options.checkpoints), options.tiny
 
     def loaded(self, folder: Path) -> Any:
-        """A hybrid gets a window for its attention, which no initial state cures."""
+        """A hybrid gets a window for its attention, which no initial state helps."""
         model = super().loaded(folder)
         if getattr(model, "attends", False):
             stateful(model, attention_window=model.config.training_length)
@@ -85,9 +85,9 @@ class Pairs(FamilyStudy):
         again = f"examples/families/checkpoints.py --families {family}"
         return super().command(family, method, seed) if method == "base" else again
 
-    def cure(self, family: str, method: str) -> tuple[int, dict[str, Any]]:
-        steps, options = OTHERS.get(family, CURE)
-        return self.settings.cure_steps if self.tiny else steps, options
+    def post_training(self, family: str, method: str) -> tuple[int, dict[str, Any]]:
+        steps, options = OTHERS.get(family, POST_TRAINING)
+        return self.settings.post_training_steps if self.tiny else steps, options
 
     def measure(self, model: Any, length: int, seed: int, misalignment: bool = False) -> dict[str, Any]:
         return {}  # `lengthgen evaluate` measures
@@ -97,7 +97,7 @@ class Pairs(FamilyStudy):
 
 
 def folders(family: str, checkpoints: Path) -> list[Path]:
-    """Of the base and of the cured model."""
+    """Of the base and of the post-trained model."""
     return [checkpoints / f"{family.replace('_', '-')}-{name}" for name in METHODS.values()]
 
 
@@ -119,7 +119,9 @@ def make(study: Pairs, family: str, checkpoints: Path) -> None:
     evaluation = study.output / "evaluations" / family
     length = study.length if study.tiny else max(study.length, LENGTHS * study.length_of(family))
     measured = ("--length", length, "--sequences", 2 * study.settings.sequences)
-    lengthgen("evaluate", *folders(family, checkpoints), "--roles", "base,cured", *measured, "--output", evaluation)
+    lengthgen(
+        "evaluate", *folders(family, checkpoints), "--roles", "base,intervention", *measured, "--output", evaluation
+    )
     said = ("--results", evaluation / "result.json", "--language", "code", "--license", "apache-2.0")
     for folder in folders(family, checkpoints):
         lengthgen("card", folder, *said)
@@ -127,14 +129,14 @@ def make(study: Pairs, family: str, checkpoints: Path) -> None:
 
 def row(family: str, checkpoints: Path) -> list[str]:
     """What the results in the base's folder say of both."""
-    base, cured = folders(family, checkpoints)
+    base, passed = folders(family, checkpoints)
     models = read_result(base / "results/comparison.json", Comparison).models
     evaluations = {model.role: model.evaluation for model in models}
     losses = [f"{evaluations[role].in_window.loss.mean:.3f}" for role in METHODS.values()]
-    links = f"[base]({base.name}/README.md), [cured]({cured.name}/README.md)"
-    training = next(model.training for model in models if model.role == "cured")
+    links = f"[base]({base.name}/README.md), [state passing]({passed.name}/README.md)"
+    training = next(model.training for model in models if model.role == "intervention")
     steps = "" if training is None else f"{training.steps:,}, {training.state_drop_probability}"
-    harms = [f"{harm:+.3f}" for harm in octaves(evaluations["cured"])]
+    harms = [f"{harm:+.3f}" for harm in octaves(evaluations["intervention"])]
     harms = [*harms, *[""] * len(OCTAVES)][: len(OCTAVES)]
     return [FAMILIES[family].label, links, steps, interval(evaluations["base"].harm.last), *harms, *losses]
 
@@ -175,7 +177,7 @@ def main() -> None:
         for family in options.families:
             make(study, family, checkpoints)
     rows = [row(family, checkpoints) for family in FAMILIES if made(family, checkpoints)]
-    head = ["family", "checkpoints", "steps, drop", "harm of the base", *OCTAVES, "loss inside: base", "cured"]
+    head = ["family", "checkpoints", "steps, drop", "harm of the base", *OCTAVES, "loss inside: base", "state passing"]
     table = markdown(head, rows)
     print(table)
     if (checkpoints / "README.md").is_file():

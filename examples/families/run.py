@@ -1,4 +1,4 @@
-"""Do the families fail beyond their training length, and what cures them?
+"""Do the families fail beyond their training length, and what restores length generalization?
 
 For each family and seed a base is trained from nothing on rows of 128 or 64 bytes, and each method trains it further
 with equally many steps and tokens. An arm is one such training and its measurement. Arms that have a result in
@@ -154,9 +154,9 @@ class FamilyStudy(SlowStudy):
         """Of the training rows, in bytes."""
         return self.settings.training_length // FAMILIES[family].shorter
 
-    def cure(self, family: str, method: str) -> tuple[int, dict[str, Any]]:
+    def post_training(self, family: str, method: str) -> tuple[int, dict[str, Any]]:
         """Steps of a method, and its options."""
-        return self.settings.cure_steps, METHODS[method].options
+        return self.settings.post_training_steps, METHODS[method].options
 
     def arm(self, family: str, method: str, seed: int, checkpoint: bool = False) -> Result | None:
         """Train and measure one, or read its result."""
@@ -169,8 +169,8 @@ class FamilyStudy(SlowStudy):
         chosen = METHODS[method]
         if chosen.trainer is TbttTrainer:
             data = ContinuedChunks(self.stream, length, 12)
-        steps, options = self.cure(family, method)
-        training = Training(steps, settings.cure_learning_rate, f"{family}/base", **sizes)
+        steps, options = self.post_training(family, method)
+        training = Training(steps, settings.post_training_learning_rate, f"{family}/base", **sizes)
         return self.run(f"{family}/{method}", seed, training, chosen.trainer, data, checkpoint, **options)
 
 

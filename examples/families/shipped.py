@@ -38,7 +38,7 @@ from study_pages import fill, markdown
 
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
 TEXTS, LENGTHS, POINTS = 8, 64, 32
-KINDS = ("base", "cured")
+KINDS = ("base", "state-passing")
 Results = dict[str, dict[str, Any]]
 
 
@@ -78,7 +78,7 @@ def rank_correlation(results: list[dict[str, Any]], other: str) -> float:
 def tables(results: Results) -> dict[str, str]:
     """The tables by their names in README.md."""
     pairs = {
-        name.removesuffix("-base"): [results[name], results.get(f"{name.removesuffix('-base')}-cured")]
+        name.removesuffix("-base"): [results[name], results.get(f"{name.removesuffix('-base')}-state-passing")]
         for name in results
         if name.endswith("-base")
     }
@@ -112,7 +112,7 @@ def rule(pairs: Sequence[str]) -> str:
     for name in pairs:
         card = ROOT / "model_cards" / f"{name}-base" / "results" / "comparison.json"
         models = {model.role: model.evaluation for model in read_result(card, Comparison).models}
-        cells = [f"{models['base'].harm.last.mean:+.2f}, {models['cured'].harm.last.mean:+.2f}"]
+        cells = [f"{models['base'].harm.last.mean:+.2f}, {models['intervention'].harm.last.mean:+.2f}"]
         for skip in (None, 0.25):
             ratios = [
                 loss_ratio(models[kind].position_wise.coarse, models[kind].training_length, skip) for kind in KINDS
@@ -130,7 +130,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of shipped.json")
     parser.add_argument("--page", type=Path, default=HERE / "README.md", help="page with the tables")
     options = parser.parse_args()
-    shipped = sorted(path.name.removesuffix("-cured") for path in (ROOT / "model_cards").glob("*-cured"))
+    shipped = sorted(
+        path.name.removesuffix("-state-passing") for path in (ROOT / "model_cards").glob("*-state-passing")
+    )
     file = options.results / "shipped.json"
     results: Results = json.loads(file.read_text()) if file.is_file() else {}
     for name in (f"{pair}-{kind}" for pair in options.pairs or shipped for kind in KINDS):

@@ -26,7 +26,7 @@ from study_pages import fill, markdown
 
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
 TEXTS, LENGTHS = 4, 64
-KINDS = ("base", "cured")
+KINDS = ("base", "state-passing")
 
 
 def measured(path: Path, lengths: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
     names = [name.removesuffix("-base") for name in results if name.endswith("-base")]
     rows = []
-    for name in (name for name in names if f"{name}-cured" in results):
+    for name in (name for name in names if f"{name}-state-passing" in results):
         base = results[f"{name}-base"]
         cells = [*both(name, "counted"), *both(name, "entropy"), *both(name, "low", 0)]
         rows.append([name, f"{base['matrices']} of {base['most']:g}", *cells])
@@ -86,7 +86,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of state_ranks.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/read_a_diagnosis.md", help="page with the table")
     options = parser.parse_args()
-    shipped = sorted(path.name.removesuffix("-cured") for path in (ROOT / "model_cards").glob("*-cured"))
+    shipped = sorted(
+        path.name.removesuffix("-state-passing") for path in (ROOT / "model_cards").glob("*-state-passing")
+    )
     kept = options.results / "state_ranks.json"
     results = json.loads(kept.read_text()) if kept.is_file() else {}
     for name in (f"{pair}-{kind}" for pair in options.pairs or shipped for kind in KINDS):

@@ -1,7 +1,7 @@
 """Let one small model forget at inference, without training, and compare: position-wise loss and context harm.
 
 After Fig. 4 of arXiv:2410.07145: less retention and insertion (RRI), a sliding window on the states, and LongMamba's
-smaller steps. The model is a Mamba-2 from a slow start, one per seed; state passing, a cure by training, stands
+smaller steps. The model is a Mamba-2 from a slow start, one per seed; state passing, post-training, stands
 beside. RRI is searched for on texts of the training split. Writes into the output folder: forgetting.png,
 forgetting.md, forgetting.json, both checkpoints and the searches of each seed, and the results. An interrupted run
 continues.
@@ -60,11 +60,13 @@ def fixed_settings(length: int) -> dict[str, Forgetting]:
 
 
 def run_seed(study: SlowStudy, longer: SlowStudy, seed: int) -> None:
-    """Train base and cured model, search, and measure under each setting; what is there is kept."""
+    """Train the base and post-train it, search, and measure under each setting; what is there is kept."""
     settings = study.settings
     study.base(seed)
-    cure = Training(settings.cure_steps, settings.cure_learning_rate, "base", settings.batch_size)
-    study.run("state_passing", seed, cure, StatePassingTrainer, study.blocks())
+    post_training = Training(
+        settings.post_training_steps, settings.post_training_learning_rate, "base", settings.batch_size
+    )
+    study.run("state_passing", seed, post_training, StatePassingTrainer, study.blocks())
     for name, rule in fixed_settings(settings.training_length).items():
         measure(longer, "base", name, rule, seed)
     best, losses = search(longer, seed)

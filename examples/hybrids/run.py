@@ -79,8 +79,8 @@ class Longer(FamilyStudy):
 
     bases: FamilyStudy
 
-    def cure(self, family: str, method: str) -> tuple[int, dict[str, Any]]:
-        steps, options = super().cure(family, method)
+    def post_training(self, family: str, method: str) -> tuple[int, dict[str, Any]]:
+        steps, options = super().post_training(family, method)
         return 4 * steps, {**options, "state_drop_probability": 0.03}
 
     def start(self, name: str, seed: int) -> Path:

@@ -94,7 +94,7 @@ def train(study: Study, name: str, method: Method, seed: int) -> Result | None:
     data: Dataset = study.blocks(length + extra - 1 if extra else length)
     if method.trainer is TbttTrainer:
         data = ContinuedChunks(study.stream, length, method.chunks, lookahead=extra)
-    training = Training(settings.cure_steps, settings.cure_learning_rate, "base", batch)
+    training = Training(settings.post_training_steps, settings.post_training_learning_rate, "base", batch)
     return study.run(name, seed, training, method.trainer, data, **options)
 
 

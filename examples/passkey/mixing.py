@@ -106,7 +106,7 @@ def runs(tiny: bool) -> Iterator[tuple[str, str, int, int, dict[str, dict[str, f
     stream = token_stream(standard_library_corpus().texts("validation"), tokenizer)
     for family in TEXTS[:1] if tiny else TEXTS:
         for label in ("base", "state passing"):
-            model = load_model(str(CARDS / f"{family}-{'base' if label == 'base' else 'cured'}")).eval()
+            model = load_model(str(CARDS / f"{family}-{'base' if label == 'base' else 'state-passing'}")).eval()
             for count in counts:
                 for seed in seeds:
                     yield (

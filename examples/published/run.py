@@ -1,4 +1,4 @@
-"""Does a published model fail beyond what it was trained on, and does a carried state in training cure it?
+"""Does a published model fail beyond its training length, and does training with carried states restore it?
 
 RWKV-7 of two layers, trained by its author to reverse numbers, one in a row (see README.md for the file, which
 --weights names). It goes on training with each method, with the same problems, steps and seeds, and is measured

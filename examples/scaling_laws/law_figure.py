@@ -12,7 +12,7 @@ from scaling_laws import LawFit, Threshold
 
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, MUTED, ROLE_COLORS, new_axes
 
-POINT, LINE = ROLE_COLORS["base"], ROLE_COLORS["cured"]
+POINT, LINE = ROLE_COLORS["base"], ROLE_COLORS["intervention"]
 ARROW = 16
 """Length of a bound's arrow in points."""
 _TITLES = {

@@ -15,9 +15,9 @@ between the comments "own words" and "end of own words". Changes elsewhere are l
 origin is replaced with --overwrite only.
 """
 EXAMPLES = """\
-lengthgen evaluate demo-output/base demo-output/cured --roles base,cured --output evaluation
-lengthgen retrieve demo-output/cured --output retrieval
-lengthgen card demo-output/cured --results evaluation/result.json retrieval/retrieval.json --language code
+lengthgen evaluate demo-output/base demo-output/state-passing --roles base,intervention --output evaluation
+lengthgen retrieve demo-output/state-passing --output retrieval
+lengthgen card demo-output/state-passing --results evaluation/result.json retrieval/retrieval.json --language code
 """
 
 

@@ -26,7 +26,7 @@ out. Intervals are over texts: four texts or fewer are seldom conclusive. Result
 interrupted command continues where it was.
 """
 EXAMPLES = """\
-lengthgen diagnose demo-output/base demo-output/cured --roles base,cured
+lengthgen diagnose demo-output/base demo-output/state-passing --roles base,intervention
 lengthgen diagnose my-mamba2 --data book.txt --training-length 2048 --length 16384 --sequences 8
 """
 

@@ -22,9 +22,9 @@ length, attention a growing cache of keys and values. Each token is read three t
 in windows of T tokens. Results are cached by content: an interrupted command continues where it was.
 """
 EXAMPLES = """\
-lengthgen evaluate demo-output/base demo-output/cured --roles base,cured
+lengthgen evaluate demo-output/base demo-output/state-passing --roles base,intervention
 lengthgen evaluate my-mamba2 --data book.txt --training-length 2048 --length 65536 --sequences 4
-lengthgen evaluate model_cards/bamba-cured --attention-window 32,128,512,none
+lengthgen evaluate model_cards/bamba-state-passing --attention-window 32,128,512,none
 lengthgen evaluate runs/plain runs/state_passing  # each with seed0, seed1, ...
 lengthgen evaluate state-spaces/mamba2-1.3b-hf --training-length 2048 --dtype bfloat16
 """

@@ -56,7 +56,7 @@ DESCRIPTION = "\n\n".join(
 )
 EXAMPLES = """\
 lengthgen demo
-lengthgen evaluate demo-output/base demo-output/cured --roles base,cured
+lengthgen evaluate demo-output/base demo-output/state-passing --roles base,intervention
 lengthgen evaluate --help
 """
 

@@ -52,6 +52,6 @@ def run(arguments: Sequence[str]) -> int:
     command = ["lengthgen", "merge", *arguments]
     save_checkpoint(merge_adapter(model), output, adapter, trust, start, "merge", what, command)
     shown = os.path.relpath(base) if Path(base).resolve().is_relative_to(Path.cwd()) else base
-    compare = ["lengthgen", "evaluate", shown, str(output), "--roles", "base,cured"]
+    compare = ["lengthgen", "evaluate", shown, str(output), "--roles", "base,intervention"]
     print(f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*checks, compare]))}")
     return 0

@@ -70,7 +70,7 @@ An option whose help ends with [task passkey] goes with this choice of --task on
 transformers.TrainingArguments are taken, too.
 """
 EXAMPLES = """\
-lengthgen train --model demo-output/base --training-length 128 --learning-rate 1e-3 --output cured
+lengthgen train --model demo-output/base --training-length 128 --learning-rate 1e-3 --output state-passing
 lengthgen train --model demo-output/base --data my-texts --intervention none --output control
 lengthgen train config.yaml --max-steps 1000
 """

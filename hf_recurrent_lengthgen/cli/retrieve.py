@@ -34,7 +34,7 @@ Results are cached by content: an interrupted command continues where it was. `l
 measures copying and the recall of many key-value pairs.
 """
 EXAMPLES = """\
-lengthgen retrieve demo-output/base demo-output/cured --lengths 1k,2k,4k
+lengthgen retrieve demo-output/base demo-output/state-passing --lengths 1k,2k,4k
 lengthgen retrieve my-mamba2 --task niah --lengths 4k,8k,16k,32k --data essays --split train
 lengthgen retrieve my-mamba2 --task keys --task-keys 2 --task-values 2 --lengths 1k,4k,16k --data essays
 lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k --shots 2

@@ -137,7 +137,7 @@ def add_options(parser: CommandParser, settings: type[EvaluationSettings], outpu
     """Add the options that `load_inputs` reads, and those of the settings."""
     several = "; a folder of checkpoints seed0, seed1, ... is a method with several seeds"
     parser.model.add_argument("models", **MODELS | {"help": MODELS["help"] + several})
-    what = "role of each model, of base, cured, control, other: the page compares cured and control with the base"
+    what = "role of each model: base, intervention, control or other; pages compare intervention and control with base"
     parser.model.add_argument("--roles", metavar="ROLE,...", help=what)
     add_shared(parser, "--data", "--split", "--text-column")
     what = "tokens per sequence, such as 65536, 64k or 1M (default: 64 T)"

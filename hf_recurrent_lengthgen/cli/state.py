@@ -16,10 +16,10 @@ values of attention layers, if the model has any. A file belongs to the weights 
 refused with others.
 """
 EXAMPLES = """\
-lengthgen state read demo-output/cured --data book.txt --every 10000 --output book
+lengthgen state read demo-output/state-passing --data book.txt --every 10000 --output book
 lengthgen state show book
-lengthgen state ask book demo-output/cured --prompt "Who is" --prompt "Where is"
-lengthgen state ask book demo-output/cured --prompt "Who is" --position 50000
+lengthgen state ask book demo-output/state-passing --prompt "Who is" --prompt "Where is"
+lengthgen state ask book demo-output/state-passing --prompt "Who is" --position 50000
 lengthgen state mix book another-book --weights 0.5 0.5 --output both.safetensors
 """
 READ = """\
@@ -45,7 +45,9 @@ def command_parser() -> CommandParser:
         return actions.add_parser(name, examples=examples, **texts)
 
     what = "read a text, and save the state after every N tokens"
-    read = add_action("read", what, "lengthgen state read demo-output/cured --data book.txt --output book", READ)
+    read = add_action(
+        "read", what, "lengthgen state read demo-output/state-passing --data book.txt --output book", READ
+    )
     read.model.add_argument("model", **MODEL)
     read.data.add_argument("--length", type=some_tokens, metavar="N", help="tokens to read at most (default: all)")
     what = "tokens between two files (default: 65536)"

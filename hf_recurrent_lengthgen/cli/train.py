@@ -299,7 +299,7 @@ def _next_step(
     if settings.of_symbols or settings.from_scratch:
         command.append(output)
     else:
-        role = "cured" if _method(settings, training) else "control"
+        role = "intervention" if _method(settings, training) else "control"
         command += [settings.model, output, "--roles", f"base,{role}", "--training-length", str(settings.length)]
         command += ["--tokenizer", settings.tokenizer] if settings.tokenizer else []
     command += [*text, *(["--trust-remote-code"] if settings.trust_remote_code else [])]

@@ -8,7 +8,9 @@ result, paired for differences. Bounds are None with fewer than two sequences.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from hf_recurrent_lengthgen.evaluation.json_schema import AnyDocument
 
@@ -147,8 +149,10 @@ class TrainingRecord:
     state_drop_probability: float | None = None
 
 
-Role = Literal["base", "cured", "control", "other"]
-"""base: the model before the intervention; cured: after it; control: after equally many plain steps."""
+Role = Literal["base", "intervention", "control", "other"]
+"""base: before the intervention; intervention: after it; control: after as many plain steps."""
+StoredRole = Annotated[Role, BeforeValidator(lambda role: "intervention" if role == "cured" else role)]
+"""A role in a file: older ones say "cured"."""
 
 
 def check_comparison(results: Sequence[Any], *same: str) -> None:

@@ -18,11 +18,11 @@ from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate, Role
 
 INK, MUTED, GRID = "#1b1f24", "#5b636d", "#d5d9de"
 # Okabe and Ito's colors, and their partners on a dark ground. Roles also differ in line style.
-ROLE_COLORS: dict[Role, str] = {"base": "#d55e00", "cured": "#0072b2", "control": "#a8780f", "other": "#009e73"}
+ROLE_COLORS: dict[Role, str] = {"base": "#d55e00", "intervention": "#0072b2", "control": "#a8780f", "other": "#009e73"}
 OTHER_COLORS = ("#aa4499", "#4d8f00", "#7a5cc8", "#5b636d")
-LINE_COLORS = (ROLE_COLORS["cured"], ROLE_COLORS["base"], ROLE_COLORS["other"], *OTHER_COLORS)
+LINE_COLORS = (ROLE_COLORS["intervention"], ROLE_COLORS["base"], ROLE_COLORS["other"], *OTHER_COLORS)
 """Colors of lines in turn where models have no roles."""
-ROLE_LINES: dict[Role, Any] = {"base": "solid", "cured": "solid", "control": (0, (5, 2)), "other": "solid"}
+ROLE_LINES: dict[Role, Any] = {"base": "solid", "intervention": "solid", "control": (0, (5, 2)), "other": "solid"}
 DARK = {
     INK: "#e8eaed",
     MUTED: "#a3abb5",

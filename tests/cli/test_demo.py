@@ -14,7 +14,7 @@ import pytest
 
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli import demo, retrieve
-from hf_recurrent_lengthgen.cli.demo import DemoSettings, MemoryBudget, memory_section, memory_stages, run_demo
+from hf_recurrent_lengthgen.cli.demo import DemoSettings, MemoryBudget, passkey_section, passkey_stages, run_demo
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
@@ -30,13 +30,14 @@ TINY = DemoSettings(
     training_length=16,
     batch_size=2,
     base_steps=4,
-    cure_steps=3,
+    post_training_steps=3,
     evaluation_multiple=4,
     sequences=3,
 )
-MEMORY = MemoryBudget(rows=2, pieces=2, steps=2, multiples=(1, 2), samples=1)
+MEMORY = MemoryBudget(sequences=2, chunks=2, steps=2, multiples=(1, 2), samples=1)
 MEMORY_BASE = Path(__file__).parents[2] / "model_cards/passkey-base"
-ROLES = ("base", "cured", "control")
+ROLES = ("base", "intervention", "control")
+FOLDERS = ("base", "state-passing", "control")
 FAR = ("far", "far-control")
 
 
@@ -78,18 +79,18 @@ def run_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_corpus: None
 
 
 def weights_written(output: Path) -> dict[str, int]:
-    return {role: (output / role / "model.safetensors").stat().st_mtime_ns for role in ROLES}
+    return {role: (output / role / "model.safetensors").stat().st_mtime_ns for role in FOLDERS}
 
 
 @pytest.mark.slow
 def test_everything_is_written(finished: Finished) -> None:
     figures = {f"{name}.{kind}" for name in ("position_wise", "context_harm", "in_window") for kind in ("png", "svg")}
-    files = {"index.html", "result.json", "tables.md", "start.json", "keys"}
-    assert {path.name for path in finished.output.iterdir()} == {*figures, *ROLES, *FAR, *files}
-    assert (finished.output / "keys/heat_map.png").is_file()
+    files = {"index.html", "result.json", "tables.md", "start.json", "passkeys"}
+    assert {path.name for path in finished.output.iterdir()} == {*figures, *FOLDERS, *FAR, *files}
+    assert (finished.output / "passkeys/heat_map.png").is_file()
     page = (finished.output / "index.html").read_text(encoding="utf-8")
-    assert page.index("How far it generalizes") < page.index("<h2>Far memory") < page.index("<h2>Numbers")
-    for role in ROLES:
+    assert page.index("How far it generalizes") < page.index("<h2>Passkey retrieval") < page.index("<h2>Numbers")
+    for role in FOLDERS:
         names = {path.name for path in (finished.output / role).iterdir()}
         assert names >= {"config.json", "model.safetensors", "modeling_stateful_delta_net.py", "tokenizer_config.json"}
 
@@ -97,7 +98,7 @@ def test_everything_is_written(finished: Finished) -> None:
 @pytest.mark.slow
 def test_the_numbers_say_what_was_done(finished: Finished) -> None:
     assert [model.role for model in finished.comparison.models] == list(ROLES)
-    assert [model.evaluation.model for model in finished.comparison.models] == ["base", "cured", "control"]
+    assert [model.evaluation.model for model in finished.comparison.models] == list(FOLDERS)
     trainings = [model.training for model in finished.comparison.models if model.training is not None]
     assert [training.steps for training in trainings] == [4, 3, 3]
     assert ["state passing" in training.methods for training in trainings] == [False, True, False]
@@ -140,13 +141,13 @@ def test_a_demo_may_be_run_again_in_its_folder(
 ) -> None:
     output = tmp_path / "out"
     assert run_tiny() == 0
-    assert "No second act, far memory: it needs --memory-base" in capsys.readouterr().out
-    (output / "cured" / "old").mkdir()
-    (output / "cured" / "old" / "file").touch()
+    assert "No part 2, passkey retrieval: it requires --memory-base" in capsys.readouterr().out
+    (output / "state-passing" / "old").mkdir()
+    (output / "state-passing" / "old" / "file").touch()
     before = weights_written(output)
     assert run_tiny("--seed", "1", "--memory-base", "none") == 0
     assert all(written != before[role] for role, written in weights_written(output).items())
-    assert not (output / "cured" / "old").exists()
+    assert not (output / "state-passing" / "old").exists()
 
 
 @pytest.mark.parametrize("role", ["control", "far"])
@@ -174,16 +175,16 @@ def test_a_base_that_the_demo_would_overwrite_is_left_alone(
 
 
 @pytest.mark.slow
-def test_a_second_act_that_fails_leaves_the_page_of_the_first(run_tiny: Callable[..., int], tmp_path: Path) -> None:
+def test_a_part_2_that_fails_leaves_the_page_of_part_1(run_tiny: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"training_length": 16}')
     assert run_tiny("--memory-base", str(tmp_path)) == 1
     assert "How far it generalizes" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
 
 
-def test_the_second_act_trains_up_to_16_pieces_and_asks_up_to_32(tmp_path: Path) -> None:
+def test_part_2_trains_on_up_to_16_chunks_and_tests_up_to_32(tmp_path: Path) -> None:
     (tmp_path / "a base").mkdir()
     (tmp_path / "a base/config.json").write_text('{"training_length": 32}')
-    far, control, asked = map(shlex.split, memory_stages(tmp_path / "a base", tmp_path, demo.MEMORY).values())
+    far, control, asked = map(shlex.split, passkey_stages(tmp_path / "a base", tmp_path, demo.MEMORY).values())
     (given, training, trainer), (_, plain, without) = (read_options(words[1:], None) for words in (far, control))
     assert (given.model, given.task_length) == (str(tmp_path / "a base"), "32-512")
     assert (trainer, without) == (TbttTrainer, ZeroStateTrainer)
@@ -194,7 +195,7 @@ def test_the_second_act_trains_up_to_16_pieces_and_asks_up_to_32(tmp_path: Path)
     assert options.lengths == [32, 64, 128, 256, 512, 1024]
 
 
-def test_the_section_says_how_far_keys_are_found(tmp_path: Path) -> None:
+def test_the_section_says_how_far_passkeys_are_retrieved(tmp_path: Path) -> None:
     right = {"base": (20, 9, 0), "far": (20, 19, 12), "far-control": (18, 0, 0)}
     models = [
         replace(
@@ -203,6 +204,6 @@ def test_the_section_says_how_far_keys_are_found(tmp_path: Path) -> None:
         for name, found in right.items()
     ]
     write_result(tmp_path / "retrieval.json", RetrievalComparison(tuple(models)))
-    section = memory_section(tmp_path)
+    section = passkey_section(tmp_path)
     assert "in prompts of 512 / 1,024 / 131,072 tokens: base 100% / 45% / 0%; far 100% / 95% / 60%; far-c" in section
     assert section.count("<svg") == 2

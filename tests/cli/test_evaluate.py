@@ -72,7 +72,7 @@ def test_methods_with_several_seeds_are_compared(
             with torch.no_grad():
                 model.lm_head.weight.add_(0.1 * (1 + seed) * torch.randn_like(model.lm_head.weight))
             model.save_pretrained(folder)
-    assert evaluate(tmp_path / "state_passing", tmp_path / "plain", "--roles", "cured,base", "--no-cache") == 0
+    assert evaluate(tmp_path / "state_passing", tmp_path / "plain", "--roles", "intervention,base", "--no-cache") == 0
     comparison = read_result(tmp_path / "out" / "result.json", Comparison)
     found = {(model.method, model.seed): model for model in comparison.models}
     assert [*found] == [("state_passing", f"seed{seed}") for seed in (0, 2, 10)] + [

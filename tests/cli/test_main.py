@@ -28,7 +28,7 @@ def test_help_names_every_command_and_a_first_session(capsys: pytest.CaptureFixt
     assert exit_status("--help") == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown for name in command.COMMANDS)
-    assert "examples:\n  lengthgen demo\n  lengthgen evaluate demo-output/base demo-output/cured" in shown
+    assert "examples:\n  lengthgen demo\n  lengthgen evaluate demo-output/base demo-output/state-passing" in shown
 
 
 def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ EVALUATE, DIAGNOSE = f"evaluate {{ours}} {TEXTS}", f"diagnose {{ours}} {TEXTS} -
 EXPAND, MAPS = "expand {ours} --output {out}", "maps {ours} --output {out}"
 PASSKEY = "retrieve {ours} --output {out}"
 NIAH = f"{PASSKEY} --task niah --data {{text}} --split train"
-ROLES = "--roles must name one of base, cured, control, other for each of the 2"
+ROLES = "--roles must name one of base, intervention, control, other for each of the 2"
 
 REFUSED = [
     (f"{EVALUATE} --length 8", "--length is 8, but must be above the training length, 8"),
@@ -24,7 +24,7 @@ REFUSED = [
     *((f"evaluate {{ours}} {same} {TEXTS}", "can be given once") for same in ("{ours}/", "{ours}/../checkpoint")),
     *(
         (f"evaluate {{ours}} {{stock}} {TEXTS} --tokenizer bytes --roles {roles}", ROLES)
-        for roles in ("base", "base,best", "base,cured,control", ",")
+        for roles in ("base", "base,best", "base,intervention,control", ",")
     ),
     (f"{DIAGNOSE} --parts state", "parts must be some of states, remembrance"),
     (f"{DIAGNOSE} --remembrance-distances cosine,js", "some of total_variation, jensen_shannon, cosine; got js"),

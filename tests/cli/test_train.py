@@ -35,7 +35,7 @@ def test_post_training_moves_every_weight_and_records_what_was_done(
     assert config["training_length"] == 8
     shown = capsys.readouterr()
     out = tmp_path / "out"
-    compare = f"lengthgen evaluate {checkpoint} {out} --roles base,cured --training-length 8 --data {text_file}"
+    compare = f"lengthgen evaluate {checkpoint} {out} --roles base,intervention --training-length 8 --data {text_file}"
     assert f"Saved to {out}. Next: lengthgen verify {out}, then {compare}\n" in shown.out
     assert "\r" not in shown.err  # no bars in a log
 
@@ -211,7 +211,7 @@ def test_a_learned_state_is_saved_alone(
     state, _ = load_state(out / "learned_state.safetensors")
     assert all(bool(layer.recurrent.any()) for layer in state)
     saved = capsys.readouterr().out.partition("Saved ")[2]
-    assert saved.startswith(f"to {out}. Next: lengthgen evaluate {checkpoint} {out} --roles base,cured")
+    assert saved.startswith(f"to {out}. Next: lengthgen evaluate {checkpoint} {out} --roles base,intervention")
     prompt = {"input_ids": torch.tensor([[70, 71]]), "max_new_tokens": 4}
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     expected = model.generate(**prompt, initial_state=state)

@@ -148,7 +148,7 @@ def test_bad_settings_are_refused_in_one_line(
         ("--model m --intervention none", "evaluate m out --roles base,control --training-length 8"),
         (
             "--model m --alignment-alpha 1 --intervention none --tokenizer bytes --trust-remote-code",
-            "evaluate m out --roles base,cured --training-length 8 --tokenizer bytes --trust-remote-code",
+            "evaluate m out --roles base,intervention --training-length 8 --tokenizer bytes --trust-remote-code",
         ),
         ("--model m/config.json", "evaluate out"),
         ("--model m --task copying", "accuracy out"),

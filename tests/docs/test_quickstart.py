@@ -29,7 +29,7 @@ def test_the_code_of_the_quickstart_runs(demo_output: Path, capsys: pytest.Captu
         assert told in training
         training = training.replace(told, instead)
     exec(training, names)
-    assert (demo_output / "cured" / "config.json").is_file()
+    assert (demo_output / "state-passing" / "config.json").is_file()
     exec(loading, names)
     assert " sys" in capsys.readouterr().out
 

@@ -62,9 +62,9 @@ def result() -> EvaluationResult:
 
 @pytest.fixture
 def comparison(result: EvaluationResult) -> Comparison:
-    other = dataclasses.replace(result, model="cured", seed=3)
+    other = dataclasses.replace(result, model="intervention", seed=3)
     training = TrainingRecord(("state passing",), 600, 55.0, 1.25, 0.001)
-    return Comparison("Demo", (ComparedModel("base", result, None), ComparedModel("cured", other, training)))
+    return Comparison("Demo", (ComparedModel("base", result, None), ComparedModel("intervention", other, training)))
 
 
 def edited(text: str, change: Any) -> str:
@@ -123,7 +123,7 @@ FIRST = Path(__file__).parent / "records" / "comparison-3.json"
 
 def test_the_first_file_is_read_for_ever() -> None:
     found = read_result(FIRST, Comparison)
-    assert [model.role for model in found.models] == ["base", "cured"]
+    assert [model.role for model in found.models] == ["base", "intervention"]
     assert found.models[1].training == TrainingRecord(("state passing",), 600, 55.0, 1.25, 0.001, 0.1)
     assert found.models[1].evaluation.data.source == DataSource("made up", "validation", "texts of 8 bytes", "2 texts")
 
@@ -140,7 +140,9 @@ def test_an_option_of_any_type_is_read_as_it_was_written() -> None:
 
 def test_a_wrong_value_inside_a_comparison_is_named_by_its_path(comparison: Comparison) -> None:
     text = to_json(comparison)
-    with pytest.raises(ValueError, match=r"models\[1\]\.role: .*'base', 'cured', 'control' or 'other', got 'cure'"):
+    with pytest.raises(
+        ValueError, match=r"models\[1\]\.role: .*'base', 'intervention', 'control' or 'other', got 'cure'"
+    ):
         from_json(edited(text, lambda d: d["models"][1].update(role="cure")), Comparison)
     with pytest.raises(ValueError, match="at least one model"):
         from_json(edited(text, lambda d: d.update(models=[])), Comparison)
@@ -154,12 +156,12 @@ def test_values_that_could_not_be_read_back_are_not_written(result: EvaluationRe
 
 
 def test_a_comparison_needs_different_labels_and_the_same_data(comparison: Comparison) -> None:
-    base, cured = comparison.models
+    base, intervention = comparison.models
     with pytest.raises(ValueError, match="different labels"):
         Comparison("", (base, base))
-    elsewhere = dataclasses.replace(cured.evaluation, data=DataRecord(DataSource("made up"), "1" * 64, "byte"))
+    elsewhere = dataclasses.replace(intervention.evaluation, data=DataRecord(DataSource("made up"), "1" * 64, "byte"))
     with pytest.raises(ValueError, match="and the same data digest"):
-        Comparison("", (base, ComparedModel("cured", elsewhere, None)))
+        Comparison("", (base, ComparedModel("intervention", elsewhere, None)))
 
 
 def test_files_are_replaced_whole_and_errors_name_them(tmp_path: Path, result: EvaluationResult) -> None:

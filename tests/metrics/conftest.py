@@ -74,12 +74,12 @@ def model_of() -> Callable[..., ComparedModel]:
 
 @pytest.fixture(scope="session")
 def demo() -> Comparison:
-    """The demo as it should come out: the base breaks, the cure holds, the control does not."""
+    """The demo as it should come out: the base fails, the intervention generalizes, the control fails."""
     return Comparison(
         "Beyond the training length",
         (
             compared("base", "base", 1.4),
-            compared("cured", "state passing", 0.02, loss=2.03),
+            compared("intervention", "state passing", 0.02, loss=2.03),
             compared("control", "control", 1.2),
         ),
     )

@@ -113,7 +113,7 @@ def expected(base: Heads | None = None) -> Diagnosis:
         "Why base fails",
         (
             diagnosed("base", "base", 1.4, states(drifting, broken=broken)),
-            diagnosed("cured", "sp", 0.02, states({}, harm=0.005)),
+            diagnosed("intervention", "sp", 0.02, states({}, harm=0.005)),
         ),
     )
 

@@ -1,6 +1,6 @@
-"""The pairs of model_cards/ on real text: each base fails by states that drift, and its cured model does not.
+"""The pairs of model_cards/ on real text: each base fails by states that drift, and its intervention model does not.
 
-A cured model has harm of at most 0.02 nats per byte in every octave of positions up to 64 training lengths.
+A intervention model has harm of at most 0.02 nats per byte in every octave of positions up to 64 training lengths.
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from tests.checkpoints.cards.test_model_cards import FAMILIES, MODEL_CARDS
 
 HARM, LENGTHS = 0.02, 64
-NOT_CURED = ("bamba", "qwen3-next")
+NOT_PASSED = ("bamba", "qwen3-next")
 """Hybrids with a little more: 0.043 of Bamba's states and 0.021 of what a window leaves of Qwen3-Next's attention."""
 
-CURED = [family for family in FAMILIES if family not in NOT_CURED]
+PASSED = [family for family in FAMILIES if family not in NOT_PASSED]
 MEASURED = ["mamba2", "rwkv7", "bamba"]
 """Measured again, one of each kind: ten minutes for all of them."""
 
@@ -41,20 +41,20 @@ def texts() -> np.ndarray:
     return held_out(8, 2048)
 
 
-@pytest.mark.parametrize("family", CURED)
-def test_the_results_of_a_cured_model_show_no_harm_up_to_64_training_lengths(family: str, example: Any) -> None:
+@pytest.mark.parametrize("family", PASSED)
+def test_the_results_of_a_post_trained_model_show_no_harm_up_to_64_training_lengths(family: str, example: Any) -> None:
     octaves = example("families/checkpoints.py")["octaves"]
-    models = read_result(MODEL_CARDS / f"{family}-cured/results/comparison.json", Comparison).models
+    models = read_result(MODEL_CARDS / f"{family}-state-passing/results/comparison.json", Comparison).models
     harms = {model.role: octaves(model.evaluation) for model in models}
-    assert len(harms["cured"]) >= LENGTHS.bit_length() - 1
-    assert max(harms["cured"]) <= HARM
+    assert len(harms["intervention"]) >= LENGTHS.bit_length() - 1
+    assert max(harms["intervention"]) <= HARM
     assert harms["base"][-1] > 2 * HARM
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in MEASURED if family in CURED])
-def test_a_cured_model_does_no_harm_up_to_64_training_lengths(family: str) -> None:
-    model: Any = load_language_model(str(MODEL_CARDS / f"{family}-cured"))
+@pytest.mark.parametrize("family", [family for family in MEASURED if family in PASSED])
+def test_a_post_trained_model_does_no_harm_up_to_64_training_lengths(family: str) -> None:
+    model: Any = load_language_model(str(MODEL_CARDS / f"{family}-state-passing"))
     length = model.config.training_length
     texts = held_out(16, LENGTHS * length)
     whole = stream_nll(model, texts, progress=False).nll[:, length:]
@@ -87,9 +87,11 @@ def harm_of_states(name: str, texts: np.ndarray) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MEASURED)
-def test_a_base_fails_by_the_heads_that_drift_and_its_cured_model_does_not(family: str, texts: np.ndarray) -> None:
+def test_a_base_fails_by_the_heads_that_drift_and_its_post_trained_model_does_not(
+    family: str, texts: np.ndarray
+) -> None:
     base, states = diagnosed(f"{family}-base", texts)
-    assert harm_of_states(f"{family}-cured", texts) < base / 3
+    assert harm_of_states(f"{family}-state-passing", texts) < base / 3
     assert states.drifting
     drifting = {(head.layer, head.head) for head in states.drifting}
     (patched,) = (group for group in states.patching.groups if {*group.heads} == drifting)

@@ -201,12 +201,12 @@ def test_everything_given_is_escaped() -> None:
 
 
 def test_a_page_of_evaluations_alone() -> None:
-    base, cured = (without_parts(diagnosed(role, role, 1.0)) for role in ("base", "cured"))
-    seeded = dataclasses.replace(cured, evaluation=dataclasses.replace(cured.evaluation, seed=7))
-    page = diagnosis_page(Diagnosis("t", (base, seeded)), 'model = load("<cured>")')
+    base, intervention = (without_parts(diagnosed(role, role, 1.0)) for role in ("base", "intervention"))
+    seeded = dataclasses.replace(intervention, evaluation=dataclasses.replace(intervention.evaluation, seed=7))
+    page = diagnosis_page(Diagnosis("t", (base, seeded)), 'model = load("<intervention>")')
     text = Reader(page).text
-    assert "base: 0; cured: 7" in text
-    assert text.strip().endswith('Load the checkpoint model = load("<cured>")')
+    assert "base: 0; intervention: 7" in text
+    assert text.strip().endswith('Load the checkpoint model = load("<intervention>")')
     assert "Not measured" not in text
     assert drawn(page) == EVALUATED
 
@@ -229,8 +229,10 @@ def test_the_page_of_a_large_model_stays_small() -> None:
 
 
 def test_paths_are_told_once_and_named_by_their_ends() -> None:
-    models = diagnosed("base", "/data/run 7/base", 1.0), diagnosed("cured", "/data/run 7/cured", 0.0)
+    models = diagnosed("base", "/data/run 7/base", 1.0), diagnosed("intervention", "/data/run 7/intervention", 0.0)
     page = diagnosis_page(Diagnosis("t", models))
-    assert "Base fails beyond 64 tokens. Cured restores length generalization" in Reader(page).text.replace("  ", " ")
-    assert "Models base: /data/run 7/base; cured: /data/run 7/cured Command" in Reader(page).text
+    assert "Base fails beyond 64 tokens. Intervention restores length generalization" in Reader(page).text.replace(
+        "  ", " "
+    )
+    assert "Models base: /data/run 7/base; intervention: /data/run 7/intervention Command" in Reader(page).text
     assert page.count("/data/run 7/base") == 1

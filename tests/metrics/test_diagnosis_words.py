@@ -32,7 +32,7 @@ from tests.metrics.diagnoses import (
     without_parts,
 )
 
-BASE, CURED = expected().models
+BASE, PASSED = expected().models
 
 
 def reason(found: StateDiagnosis, harm: float = 1.4) -> str:
@@ -56,7 +56,7 @@ GROUPS = states({(0, 1): 1234.5, (0, 2): 3.0}, unit="channel group")
     ("text", "numbers"),
     [
         (drift_text(states_of(BASE)), ("3 of 8 heads", "layer 1, head 2", "47.3 standard deviations", "32 tokens")),
-        (drift_text(states_of(CURED)), ("None of 8 heads", "layer 0, head 0", "0.3 standard deviations")),
+        (drift_text(states_of(PASSED)), ("None of 8 heads", "layer 0, head 0", "0.3 standard deviations")),
         (drift_text(ONE), ("1 of 8 heads drifts.",)),
         (drift_text(GROUPS), ("2 of 8 channel groups drift.", "layer 0, channel group 1", "1,234 standard")),
         (drift_text(of_states(sequences=3)), ("3 texts are too few", "47.3 standard deviations")),
@@ -116,10 +116,10 @@ def test_what_is_not_there_is_not_told() -> None:
 
 
 def test_the_facts_have_the_numbers_of_all_parts() -> None:
-    base, cured = facts(BASE), facts(CURED)
+    base, intervention = facts(BASE), facts(PASSED)
     values = ("3 of 8, layer 1, head 2 the furthest", "97%", "0.200", "3.600", "fails at 32 tokens")
     assert all(value.startswith(start) for value, start in zip(base.values(), values, strict=True)), base
-    assert [cured["Heads that drift"], cured["Constant prompt"]] == ["none of 8", "passes"]
+    assert [intervention["Heads that drift"], intervention["Constant prompt"]] == ["none of 8", "passes"]
     few = replace(states({}), sequences=3)
     assert facts(diagnosed("base", "b", 1.4, few))["Heads that drift"] == "unknown from 3 texts"
     assert facts(diagnosed("base", "b", 1.4, states({(1, 2): 9.0}, restored=0.0)))[
@@ -178,11 +178,11 @@ def test_a_window_that_does_not_help_is_not_recommended(means: tuple[float, ...]
 def test_what_was_not_measured_is_told_with_the_reason() -> None:
     assert not_measured(expected()) == []
     partly = with_part(BASE, "states", of_states(left_out=("Inputs were not read.",)))
-    refused = replace(with_part(CURED, "constant prompt", None), refused={"constant prompt": "No such token."})
+    refused = replace(with_part(PASSED, "constant prompt", None), refused={"constant prompt": "No such token."})
     assert not_measured(Diagnosis("", (partly, refused))) == [
         "base, states: Inputs were not read.",
         "sp, constant prompt: No such token.",
     ]
-    told = not_measured(Diagnosis("", (without_parts(CURED, "It keeps no state."),)))
+    told = not_measured(Diagnosis("", (without_parts(PASSED, "It keeps no state."),)))
     assert told[0] == "sp, states: It keeps no state."
     assert [line.endswith(": not requested.") for line in told] == [False, True, True, True]

@@ -112,9 +112,9 @@ def test_results_without_intervals_have_no_bands(model_of: ModelOf, figure_of: C
 
 def test_colors_differ_and_have_dark_partners(demo: Comparison) -> None:
     assert role_colors([model.role for model in demo.models]) == [
-        ROLE_COLORS[role] for role in ("base", "cured", "control")
+        ROLE_COLORS[role] for role in ("base", "intervention", "control")
     ]
-    many = role_colors([*(model.role for model in demo.models), "base", "cured", "other"])
+    many = role_colors([*(model.role for model in demo.models), "base", "intervention", "other"])
     assert len(set(many)) == 6
     assert set(many) <= set(DARK)
 

@@ -22,9 +22,9 @@ from tests.metrics.test_retrieval_figures import RESULT
 from tests.metrics.test_states_figures import diagnosis
 
 Names = Sequence[str]
-TYPICAL = ("mamba2-cured", "rwkv7-g1-0.4b-state-passing-seed-3-final")
+TYPICAL = ("mamba2-state-passing", "rwkv7-g1-0.4b-state-passing-seed-3-final")
 WIDE = ("W" * 40, "M" * 39 + "a", "m_" * 20, "W" * 12)
-ROLES: Any = ("base", "cured", "control", "other")
+ROLES: Any = ("base", "intervention", "control", "other")
 
 
 def of_models(figure: Callable[..., Figure]) -> Callable[[Names], Figure]:
@@ -116,7 +116,7 @@ def test_nothing_is_outside_the_canvas(name: str, names: Names) -> None:
 
 
 def test_a_name_is_whole_if_it_fits_and_is_cut_in_the_middle_otherwise() -> None:
-    assert fitted("mamba2-cured", 85, 10.5, 3, "bold") == ("mamba2-\ncured", 10.5)
+    assert fitted("mamba2-state-passing", 85, 10.5, 3, "bold") == ("mamba2-\nintervention", 10.5)
     assert fitted(TYPICAL[1], 85, 10.5, 4, "bold")[0].replace("\n", "") == TYPICAL[1]
     cut, size = fitted("a" * 30 + "b" * 30, 60, 10.5, 1)
     assert (cut.strip("ab"), cut[0], cut[-1], size) == ("…", "a", "b", 7.5)

@@ -1,4 +1,4 @@
-"""What is said of results, and to do next, follows from their numbers, also where a cure did not work."""
+"""What is said of results, and to do next, follows from their numbers, also where an intervention did not work."""
 
 import shlex
 from dataclasses import replace
@@ -22,7 +22,7 @@ def headlines(*models: ComparedModel) -> list[str]:
 
 
 def test_a_finding_names_its_numbers(demo: Comparison) -> None:
-    base, cured, control = (finding.detail for finding in findings(demo))
+    base, intervention, control = (finding.detail for finding in findings(demo))
     for numbers in (
         "positions 512 to 1,024",
         "+1.400 (+1.390 to +1.410) nats per byte",
@@ -37,9 +37,9 @@ def test_a_finding_names_its_numbers(demo: Comparison) -> None:
         "position 4 minus that around 15",
         "0.250",
     ):
-        assert numbers in cured
+        assert numbers in intervention
     assert "86% of the excess loss of base" in control
-    useless = findings(Comparison("", (compared("cured", "sp", 0.0, context_use=0.005),)))[0]
+    useless = findings(Comparison("", (compared("intervention", "sp", 0.0, context_use=0.005),)))[0]
     assert "is not shown to use its context" in useless.detail
 
 
@@ -65,22 +65,22 @@ BREAKS, HOLDS, BARELY = compared("base", "a", 1.4), compared("base", "a", 0.01),
     ("base", "other", "headline"),
     [
         (BREAKS, BREAKS, "a fails beyond 64 tokens"),
-        (BREAKS, compared("cured", "sp", 0.02), "sp restores length generalization to 1,024 tokens"),
-        (BREAKS, compared("cured", "sp", 0.4), "sp fails beyond 64 tokens, with less excess loss"),
-        (BREAKS, compared("cured", "sp", 1.3), "sp fails beyond 64 tokens"),
-        (BREAKS, compared("cured", "sp", 2.0), "sp fails beyond 64 tokens"),
-        (BREAKS, compared("cured", "sp", 0.05, 0.02), "sp: inconclusive at 1,024 tokens"),
+        (BREAKS, compared("intervention", "sp", 0.02), "sp restores length generalization to 1,024 tokens"),
+        (BREAKS, compared("intervention", "sp", 0.4), "sp fails beyond 64 tokens, with less excess loss"),
+        (BREAKS, compared("intervention", "sp", 1.3), "sp fails beyond 64 tokens"),
+        (BREAKS, compared("intervention", "sp", 2.0), "sp fails beyond 64 tokens"),
+        (BREAKS, compared("intervention", "sp", 0.05, 0.02), "sp: inconclusive at 1,024 tokens"),
         (
             BREAKS,
-            compared("cured", "sp", 0.05, None),
+            compared("intervention", "sp", 0.05, None),
             "sp: inconclusive at 1,024 tokens, one sequence gives no interval",
         ),
         (BREAKS, compared("control", "p", 1.2), "p fails beyond 64 tokens"),
         (BREAKS, compared("control", "p", 0.0), "p generalizes to 1,024 tokens too: more steps alone are enough"),
-        (HOLDS, compared("cured", "sp", 0.0), "sp generalizes to 1,024 tokens"),
+        (HOLDS, compared("intervention", "sp", 0.0), "sp generalizes to 1,024 tokens"),
         (HOLDS, compared("control", "p", 0.01), "p generalizes to 1,024 tokens"),
-        (BARELY, compared("cured", "sp", 0.045, 0.004), "sp generalizes to 1,024 tokens"),
-        (compared("other", "x", 3.0), compared("cured", "sp", 0.0), "sp generalizes to 1,024 tokens"),
+        (BARELY, compared("intervention", "sp", 0.045, 0.004), "sp generalizes to 1,024 tokens"),
+        (compared("other", "x", 3.0), compared("intervention", "sp", 0.0), "sp generalizes to 1,024 tokens"),
     ],
 )
 def test_a_model_is_judged_against_the_base(base: ComparedModel, other: ComparedModel, headline: str) -> None:
@@ -96,16 +96,21 @@ def test_interval_text_has_real_minus_signs() -> None:
     assert interval_text(Estimate(0.5, None, None)) == "0.500"
 
 
-def test_a_cure_is_judged_against_the_base_with_its_window_of_attention() -> None:
+def test_an_intervention_is_judged_against_the_base_with_its_window_of_attention() -> None:
     models = []
-    for role, window, harm in (("base", None, 1.4), ("base", 8, 0.0), ("cured", None, 0.5), ("cured", 8, 0.0)):
+    for role, window, harm in (
+        ("base", None, 1.4),
+        ("base", 8, 0.0),
+        ("intervention", None, 0.5),
+        ("intervention", 8, 0.0),
+    ):
         model = compared(role, f"{role} {window}", harm)  # type: ignore[arg-type]
         models.append(replace(model, evaluation=replace(model.evaluation, attention_window=window)))
     for order in (models, [models[1], models[0], *models[2:]]):
         told = {finding.model.evaluation.model: finding for finding in findings(Comparison("", tuple(order)))}
-        assert told["cured None"].headline == "cured None fails beyond 64 tokens, with less excess loss"
-        assert told["cured 8"].headline == "cured 8 generalizes to 1,024 tokens"  # as the base does
-        assert "minus that of base 8 is" in told["cured 8"].detail
+        assert told["intervention None"].headline == "intervention None fails beyond 64 tokens, with less excess loss"
+        assert told["intervention 8"].headline == "intervention 8 generalizes to 1,024 tokens"  # as the base does
+        assert "minus that of base 8 is" in told["intervention 8"].detail
     assert "none of the excess loss of base None" in findings(Comparison("", tuple(models)))[1].detail
 
 
@@ -125,24 +130,24 @@ def step(*models: DiagnosedModel, **options: Any) -> Step:
 
 def test_a_model_that_fails_is_trained_and_measured_again() -> None:
     assert step(diagnosed("base", "a", 1.4, states({(1, 2): 47.3}))).commands == (
-        f"lengthgen train --model folder/a --intervention state_passing --output a-cured{DATA}",
-        f"lengthgen diagnose folder/a a-cured --roles base,cured{DATA} --length 512",
+        f"lengthgen train --model folder/a --intervention state_passing --output a-state-passing{DATA}",
+        f"lengthgen diagnose folder/a a-state-passing --roles base,intervention{DATA} --length 512",
     )
 
 
-def test_a_cure_that_is_not_enough_goes_on_and_one_that_holds_is_read_further() -> None:
+def test_an_intervention_that_is_not_enough_goes_on_and_one_that_holds_is_read_further() -> None:
     base = diagnosed("base", "a", 1.4, states({(1, 2): 47.3}))
-    found = step(base, diagnosed("cured", "b", 0.4, states({(1, 2): 3.0})))
+    found = step(base, diagnosed("intervention", "b", 0.4, states({(1, 2): 3.0})))
     assert found.commands[0].startswith(
         "lengthgen train --model folder/b --intervention state_passing --max-steps 400"
     )
-    found = step(base, diagnosed("cured", "b", 0.0, states({})))
+    found = step(base, diagnosed("intervention", "b", 0.0, states({})))
     assert found.commands == (f"lengthgen evaluate folder/b --length 4096{DATA}",)
     found = step(diagnosed("other", "b", 0.05, width=0.04))
     assert found.commands == (f"lengthgen diagnose folder/b --sequences 128{DATA} --length 512",)
 
 
-def test_harm_of_attention_is_not_said_to_be_cured_by_states() -> None:
+def test_harm_of_attention_is_not_said_to_be_fixed_by_states() -> None:
     found: Any = hybrid()
     assert "state_passing" in step(diagnosed("base", "a", 1.4, found)).commands[0]
     apart = replace(found.attention, recurrent=found.attention.attention, attention=found.attention.recurrent)

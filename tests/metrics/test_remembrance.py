@@ -262,12 +262,14 @@ def prompt(factor: float = 2.0) -> ConstantPrompt:
     return ConstantPrompt(13, 16, 64, curve, 2.0, 5.0, factor, 16)
 
 
-PAIR = {"base": remembrance([0, 0.3, 0.4, 0.5, 0.6, 0.7]), "cured": remembrance([0, 0, 0, 0.1, 0.2, 0.8])}
+PAIR = {"base": remembrance([0, 0.3, 0.4, 0.5, 0.6, 0.7]), "intervention": remembrance([0, 0, 0, 0.1, 0.2, 0.8])}
 
 
 def test_lines_show_the_means_and_bands_the_intervals() -> None:
-    axes = remembrance_figure(PAIR, ["base", "cured"]).axes[0]
-    for line, band, result, role in zip(axes.lines, axes.collections, PAIR.values(), ("base", "cured"), strict=False):
+    axes = remembrance_figure(PAIR, ["base", "intervention"]).axes[0]
+    for line, band, result, role in zip(
+        axes.lines, axes.collections, PAIR.values(), ("base", "intervention"), strict=False
+    ):
         assert list(line.get_xdata()) == [64 - start for start in STARTS]
         assert list(line.get_ydata()) == [value.mean for value in result.total_variation]
         assert line.get_color() == ROLE_COLORS[role]
@@ -278,15 +280,15 @@ def test_lines_show_the_means_and_bands_the_intervals() -> None:
     assert any(list(line.get_xdata()) == [16] * 2 for line in axes.lines)
     bold = [text for text in axes.texts if text.get_fontweight() == "bold"]
     order = [text.get_text() for text in sorted(bold, key=lambda text: text.get_position()[1])]
-    assert order == ["cured", "base"]
+    assert order == ["intervention", "base"]
 
 
 def test_each_distance_has_a_panel_with_the_models_that_have_it() -> None:
-    base, cured = PAIR.values()
+    base, intervention = PAIR.values()
     base = replace(
         base, others={"cosine": tuple(Estimate(value.mean / 4, None, None) for value in base.total_variation)}
     )
-    figure = remembrance_figure({"base": base, "cured": cured}, ["base", "cured"])
+    figure = remembrance_figure({"base": base, "intervention": intervention}, ["base", "intervention"])
     variation, cosine = figure.axes
     assert [axes.get_title(loc="left").partition(" (")[2] for axes in figure.axes] == [
         "total variation)",

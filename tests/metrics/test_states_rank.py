@@ -166,7 +166,9 @@ def test_words_say_how_many_heads_use_little_of_their_state() -> None:
     assert "Of 2 layers, 1 after 16 tokens and 0 after 1,024" in rank_text(ranked((2, 8), (8, 8), layers=True))
     short = replace(found, training_length=4)  # 2 of at most 4 after 4 tokens is not below half
     assert "0 after 4 tokens and" in rank_text(short)
-    page = diagnosis_page(Diagnosis("t", (diagnosed("base", "a", 1.4, found), diagnosed("cured", "b", 0.0, found))))
+    page = diagnosis_page(
+        Diagnosis("t", (diagnosed("base", "a", 1.4, found), diagnosed("intervention", "b", 0.0, found)))
+    )
     for words in (rank_text(found), "5, at the end 2.5, of 8"):
         assert page.count(words) >= 2
     assert 'id="state_rank-figure_1"' in page

@@ -169,7 +169,7 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
         options = vars(parser(*[words] * len(signature(parser).parameters)).parse_args(words))
         made = [model.removesuffix("/checkpoint-*") for model in options.get("models", ())]
         assert {model.removeprefix("output/") for model in made if model.startswith("output/")} <= runs
-        assert {model for model in made if "/" not in model} <= {"gla", "cured", *converted.values()}
+        assert {model for model in made if "/" not in model} <= {"gla", "state-passing", *converted.values()}
     harness = re.findall(r"\nlengthgen harness (.*)--tasks (\S+) --model-args pretrained=output/([^\s,]+)", text)
     models = [(option, run) for option, _, run in harness]
     assert models == [("--model hf ", "alignment-llama")] * 2 + [("", "statex-mamba2-1.3b-trained")] * 2

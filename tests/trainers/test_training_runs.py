@@ -35,14 +35,14 @@ def blocks() -> PackedBlocks:
 def test_the_lineage_goes_from_model_to_model(tmp_path: Path) -> None:
     model().save_pretrained(tmp_path / "base")
     start = StatefulMamba2ForCausalLM.from_pretrained(tmp_path / "base")
-    arguments = StatePassingConfig(str(tmp_path / "cured"), save_steps=2, alignment_alpha=0.0, **QUICK)
+    arguments = StatePassingConfig(str(tmp_path / "intervention"), save_steps=2, alignment_alpha=0.0, **QUICK)
     trainer = StatePassingTrainer(start, arguments, train_dataset=blocks())
     trainer.save_model(str(tmp_path / "untrained"))
     trainer.train()
     trainer.save_model()
     assert read_lineage(tmp_path / "untrained") is None
-    assert read_lineage(tmp_path / "cured" / "checkpoint-2") is None
-    lineage = read_lineage(tmp_path / "cured")
+    assert read_lineage(tmp_path / "intervention" / "checkpoint-2") is None
+    lineage = read_lineage(tmp_path / "intervention")
     assert lineage is not None
     assert lineage.source is not None
     assert (lineage.source.name, lineage.source.format) == ("base", "lengthgen")
@@ -55,7 +55,7 @@ def test_the_lineage_goes_from_model_to_model(tmp_path: Path) -> None:
     assert told is not None
     assert (told.methods, told.state_drop_probability, told.learning_rate) == (("state passing",), 0.1, 5e-05)
 
-    further = StatefulMamba2ForCausalLM.from_pretrained(tmp_path / "cured")
+    further = StatefulMamba2ForCausalLM.from_pretrained(tmp_path / "intervention")
     noise = RandomNoiseConfig(str(tmp_path / "noise"), noise_sigma=0.1, save_strategy="no", **QUICK)
     second = RandomNoiseTrainer(further, noise, train_dataset=blocks())
     second.data_description = "numbers in order"
@@ -76,12 +76,12 @@ def test_a_model_may_be_given_by_its_folder(tmp_path: Path) -> None:
     Mamba2ForCausalLM(Mamba2Config(vocab_size=20, expand=2, **SIZES)).save_pretrained(tmp_path / "stock")
     folder, weights = str(tmp_path / "stock"), []
     for model in (folder, load_model(folder)):
-        arguments = StatePassingConfig(str(tmp_path / "cured"), save_strategy="no", seed=3, **QUICK)
+        arguments = StatePassingConfig(str(tmp_path / "intervention"), save_strategy="no", seed=3, **QUICK)
         trainer = StatePassingTrainer(model, arguments, train_dataset=blocks())
         trainer.train()
         trainer.save_model()
         weights.append(trainer.model.state_dict())
-        lineage = read_lineage(tmp_path / "cured")
+        lineage = read_lineage(tmp_path / "intervention")
         assert lineage is not None
         assert lineage.source is not None
         assert lineage.source.name == "stock"
@@ -135,9 +135,13 @@ def test_tokens_of_rows_of_several_lengths_are_counted(size: int, tmp_path: Path
     model().save_pretrained(tmp_path / "base")
     ids = [torch.arange(length) for length in (4, 20, 9, 15)]
     arguments = StatePassingConfig(
-        str(tmp_path / "cured"), num_train_epochs=2, save_steps=3, use_cpu=True, per_device_train_batch_size=size
+        str(tmp_path / "intervention"),
+        num_train_epochs=2,
+        save_steps=3,
+        use_cpu=True,
+        per_device_train_batch_size=size,
     )
-    for resume in (False, f"{tmp_path}/cured/checkpoint-3"):
+    for resume in (False, f"{tmp_path}/intervention/checkpoint-3"):
         trainer = StatePassingTrainer(
             load_model(str(tmp_path / "base")),
             arguments,
@@ -146,7 +150,7 @@ def test_tokens_of_rows_of_several_lengths_are_counted(size: int, tmp_path: Path
         )
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
-        lineage = read_lineage(tmp_path / "cured")
+        lineage = read_lineage(tmp_path / "intervention")
         assert lineage is not None
         (step,) = lineage.steps
         assert step.training is not None

@@ -16,7 +16,7 @@ from hf_recurrent_lengthgen.metrics.retrieval.result import RECALL_ACCURACY, Ret
 
 COMPARED = {
     "base": "the base model, before post-training",
-    "control": "the control model, post-trained without the cure",
+    "control": "the control model, post-trained without the intervention",
 }
 _NONE = "\N{EN DASH}"
 
@@ -72,7 +72,7 @@ def _headline(models: Sequence[ComparedModel], vocab_size: int | None) -> str:
     if any(model.role == "base" and status(model.evaluation) == "holds" for model in _others(models)):
         return (
             f"It holds {beyond}, up to the {end:,} {own.data.token_unit}s that were tested, but so does the base "
-            "model: there was nothing to cure."
+            "model: there was nothing to restore."
         )
     return f"It works {beyond}: no harm by earlier text is shown at any position up to the {end:,} that were tested."
 

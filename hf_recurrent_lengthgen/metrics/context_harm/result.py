@@ -11,7 +11,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
     Curve,
     Estimate,
     ModelResult,
-    Role,
+    StoredRole,
     TrainingRecord,
     check_comparison,
 )
@@ -136,7 +136,7 @@ class ComparedModel:
     `method` and `seed` name the folder of a method that was trained with several seeds, and the seed; else empty.
     """
 
-    role: Role
+    role: StoredRole
     evaluation: EvaluationResult
     training: TrainingRecord | None
     method: str = ""

@@ -38,8 +38,8 @@ def status(evaluation: EvaluationResult) -> Status:
 
 
 def findings(comparison: Comparison) -> list[Finding]:
-    """One finding per model, judged against the first base; cured and control models against the first base with
-    their window of attention, if there is one."""
+    """One finding per model; an intervention and a control are judged against the first base of their window of
+    attention, if there is one, and else against the first base."""
     bases = [model for model in comparison.models if model.role == "base"]
     found = []
     for model in comparison.models:
@@ -63,7 +63,7 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
     }[verdict]
     if evaluation.harm.last.low is None:
         headline = f"{name}: inconclusive at {length}, one sequence gives no interval"
-    elif broken is not None and verdict != "unclear" and model.role in ("cured", "control"):
+    elif broken is not None and verdict != "unclear" and model.role in ("intervention", "control"):
         kept = evaluation.harm.last.mean / broken.harm.last.mean
         if verdict == "breaks":
             headline += ", with less excess loss" * (kept <= MOST)
@@ -76,7 +76,7 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
         kept = evaluation.harm.last.mean / broken.harm.last.mean
         share = number_text(kept, ".0%") if kept > 0 else "none"
         details.append(f"That is {share} of the excess loss of {broken.model}.")
-    if model.role == "cured":
+    if model.role == "intervention":
         details += [_cost(evaluation, base), _use(evaluation)]
     return Finding(model, verdict, headline, " ".join(filter(None, details)))
 

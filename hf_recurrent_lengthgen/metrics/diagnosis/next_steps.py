@@ -56,9 +56,9 @@ def next_steps(diagnosis: Diagnosis, paths: Sequence[str], options: Mapping[str,
     held = {one.path for one in holding if one.model.evaluation.attention_window}  # another window holds
     broken = [one for one, status in judged if status == "breaks" and one.model.role != "control"]
     broken = [one for one in broken if one.path not in held]
-    cured = [one for one in broken if one.model.role == "cured"]
-    if broken and not any(one.model.role == "cured" for one in holding):
-        return [_after_failure((cured or broken)[-1 if cured else 0])]
+    post_trained = [one for one in broken if one.model.role == "intervention"]
+    if broken and not any(one.model.role == "intervention" for one in holding):
+        return [_after_failure((post_trained or broken)[-1 if post_trained else 0])]
     if unclear := [one for one, status in judged if status == "unclear"]:
         count = str(MORE * max(unclear[0].model.evaluation.sequences, 8))
         why = f"{unclear[0].label} is inconclusive: measure more texts"
@@ -71,7 +71,7 @@ def next_steps(diagnosis: Diagnosis, paths: Sequence[str], options: Mapping[str,
 
 
 def _after_failure(one: Measured) -> Step:
-    output, states = f"{one.path.rstrip('/').rpartition('/')[2]}-cured", one.model.found(StateDiagnosis)
+    output, states = f"{one.path.rstrip('/').rpartition('/')[2]}-state-passing", one.model.found(StateDiagnosis)
     apart = None if states is None else states.attention
     window = None if apart is None else apart.best_window(one.model.evaluation.training_length)
     if window is not None and one.model.evaluation.attention_window is None:
@@ -85,9 +85,9 @@ def _after_failure(one: Measured) -> Step:
         f"{one.label} was not trained from states like those it reaches: train it with state passing, best with a "
         "tenth of the learning rate of its pre-training (--learning-rate)"
     )
-    if one.model.role == "cured":
+    if one.model.role == "intervention":
         longer = ("--max-steps", str(MORE * STEPS))
         why = f"the states of {one.label} still leave the training distribution: train longer with state passing"
     steps = ("--intervention", "state_passing", *longer, "--output", output)
     training = one.command("train", *steps, without=["length"])
-    return Step(why, (training, one.command("diagnose", output, "--roles", "base,cured")))
+    return Step(why, (training, one.command("diagnose", output, "--roles", "base,intervention")))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
-from hf_recurrent_lengthgen.evaluation.results import PartResult, Role
+from hf_recurrent_lengthgen.evaluation.results import PartResult, StoredRole
 from hf_recurrent_lengthgen.metrics.context_harm.result import FIGURE, ComparedModel, Comparison, EvaluationResult
 from hf_recurrent_lengthgen.metrics.misalignment import Misalignment
 from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
@@ -23,7 +23,7 @@ class DiagnosedModel:
     `parts` holds results by the name of the part, `refused` the reason for each part that could not be measured.
     """
 
-    role: Role
+    role: StoredRole
     evaluation: EvaluationResult
     parts: dict[str, PartResult]
     refused: dict[str, str]

@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.states.result import HeadStates, StateDiagnosis
 from hf_recurrent_lengthgen.plotting import style
 
-DRIFT, STEADY = style.ROLE_COLORS["base"], style.ROLE_COLORS["cured"]
+DRIFT, STEADY = style.ROLE_COLORS["base"], style.ROLE_COLORS["intervention"]
 CASES = {"both": ("both", style.MUTED), "recurrent": ("states", DRIFT), "attention": ("attention", STEADY)}
 """Field of `AttentionHarm` -> label and color."""
 NAMED_HEADS = 6

@@ -15,12 +15,12 @@ from tests.cli.training import run, train_briefly
 
 
 class Work:
-    """A folder with base, cured and results, made by the commands, and a place to copy from."""
+    """A folder with base, intervention and results, made by the commands, and a place to copy from."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.text = folder / "text.txt"
-        self.base, self.cured = folder / "base", folder / "cured"
+        self.base, self.intervention = folder / "base", folder / "intervention"
         self.results = folder / "evaluation" / "result.json"
         self.diagnosis = folder / "diagnosis" / "result.json"
         self.retrieval = folder / "retrieval" / "retrieval.json"
@@ -38,17 +38,17 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     torch.manual_seed(0)
     StatefulMamba2ForCausalLM(StatefulMamba2Config(**SIZES, training_length=8)).save_pretrained(work.base)
     byte_tokenizer().save_pretrained(work.base)
-    assert train_briefly(work.base, work.cured, work.text) == 0
+    assert train_briefly(work.base, work.intervention, work.text) == 0
     measured = ("--data", work.text, "--split", "train", "--length", 64, "--sequences", 3, "--no-cache")
-    pair = (work.base, work.cured, "--roles", "base,cured")
+    pair = (work.base, work.intervention, "--roles", "base,intervention")
     assert run("evaluate", *pair, *measured, "--output", work.results.parent) == 0
     return work
 
 
 @pytest.fixture(scope="session")
-def cured(work: Work, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cured checkpoint with its card."""
-    folder = work.copy("cured", tmp_path_factory.mktemp("carded") / "cured")
+def intervention(work: Work, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The intervention checkpoint with its card."""
+    folder = work.copy("intervention", tmp_path_factory.mktemp("carded") / "intervention")
     said = CardSettings(license="apache-2.0", language=("en",), datasets=("owner/times",))
     write_card(folder, [work.results], said)
     return folder

@@ -37,7 +37,7 @@ def evaluations(work: Work) -> dict[str, Any]:
     return {model["role"]: model["evaluation"] for model in json.loads(work.results.read_text())["models"]}
 
 
-def changed(work: Work, to: Path, change: Callable[[dict[str, Any]], None], role: str = "cured") -> Path:
+def changed(work: Work, to: Path, change: Callable[[dict[str, Any]], None], role: str = "intervention") -> Path:
     """The result file with another evaluation of the model of a role."""
     plain = json.loads(work.results.read_text())
     change(next(model["evaluation"] for model in plain["models"] if model["role"] == role))
@@ -60,10 +60,10 @@ def written_into(readme: Path, words: str = WORDS) -> None:
     readme.write_text(text.replace(f"{begin}\n\n{end}", f"{begin}\n{words}\n\n\n{end}"))
 
 
-def retrieval(work: Work, model: str = "cured", weights: str | None = None) -> RetrievalResult:
+def retrieval(work: Work, model: str = "intervention", weights: str | None = None) -> RetrievalResult:
     return RetrievalResult(
         model=model,
-        weights=weights or evaluations(work)["cured"]["weights"],
+        weights=weights or evaluations(work)["intervention"]["weights"],
         training_length=8,
         task="passkey",
         style="pass key",
@@ -79,7 +79,7 @@ def retrieval(work: Work, model: str = "cured", weights: str | None = None) -> R
         data=DataRecord(DataSource("repeated sentences"), "ab" * 32, "byte"),
         device="cpu",
         versions={"torch": "2"},
-        command=f"lengthgen retrieve {work.folder}/cured",
+        command=f"lengthgen retrieve {work.folder}/intervention",
         seed=0,
         wall_seconds=1.0,
     )

@@ -23,8 +23,8 @@ from tests.hybrids.tiny_models import tiny_model
 from tests.without_package import clean_process
 
 
-def test_the_metadata_is_what_the_hubs_own_loader_reads(cured: Path, work: Work) -> None:
-    data: Any = metadata_load(cured / "README.md")
+def test_the_metadata_is_what_the_hubs_own_loader_reads(intervention: Path, work: Work) -> None:
+    data: Any = metadata_load(intervention / "README.md")
     assert {key: data[key] for key in data if key not in ("model-index", "tags")} == {
         "license": "apache-2.0",
         "language": "en",
@@ -35,9 +35,9 @@ def test_the_metadata_is_what_the_hubs_own_loader_reads(cured: Path, work: Work)
     }
     assert {"recurrent", "state-space-model", "mamba2", "state-passing"} <= {*data["tags"]}
     assert {"custom_code", "hf_recurrent_lengthgen"} <= {*data["tags"]}
-    loaded = ModelCard.load(cured / "README.md").data
+    loaded = ModelCard.load(intervention / "README.md").data
     assert loaded.to_dict() == data
-    found = evaluations(work)["cured"]
+    found = evaluations(work)["intervention"]
     results = {result.metric_name: result for result in loaded.eval_results}
     inside = results["Perplexity per byte inside the training length of 8"]
     assert inside.metric_type == "perplexity"
@@ -52,13 +52,13 @@ def test_the_metadata_is_what_the_hubs_own_loader_reads(cured: Path, work: Work)
     assert beyond.metric_value == pytest.approx(math.exp(total / 32))
 
 
-def test_the_tables_show_the_numbers_of_the_result_file(cured: Path, work: Work) -> None:
-    text = (cured / "README.md").read_text(encoding="utf-8")
+def test_the_tables_show_the_numbers_of_the_result_file(intervention: Path, work: Work) -> None:
+    text = (intervention / "README.md").read_text(encoding="utf-8")
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
     roles = evaluations(work)
 
     def cells(estimate: Callable[[Any], dict[str, float]], form: str) -> str:
-        found = [estimate(roles[role]) for role in ("cured", "base")]
+        found = [estimate(roles[role]) for role in ("intervention", "base")]
         return " | ".join(
             f"{written(value['mean'], form)}<br>[{written(value['low'], form)}, {written(value['high'], form)}]"
             for value in found
@@ -69,40 +69,42 @@ def test_the_tables_show_the_numbers_of_the_result_file(cured: Path, work: Work)
     harm = rows["Harm of the context beyond it, at 32 to 64"]
     assert harm.endswith(f"| {cells(lambda found: found['harm']['last'], '+.3f')} |")
     assert (
-        json.loads((cured / "results" / "comparison.json").read_text())["models"][1]["evaluation"]["weights"]
-        == (roles["cured"]["weights"])
+        json.loads((intervention / "results" / "comparison.json").read_text())["models"][1]["evaluation"]["weights"]
+        == (roles["intervention"]["weights"])
     )
-    lineage: Any = read_lineage(cured)
+    lineage: Any = read_lineage(intervention)
     training: Any = lineage.steps[0].training
     assert rows["Steps"] == "| Steps | 3 |"
     assert rows["Tokens"] == "| Tokens | 48 |"
     assert rows["Mean loss, nats per token"] == f"| Mean loss, nats per token | {training.loss:.3f} |"
     assert rows["learning_rate"] == "| learning_rate | 5e-05 |"
     assert "state passing (3 steps, 48 tokens)" in text
-    assert blocks(text, "bash")[-1].startswith("lengthgen train --model base --output cured --data text.txt")
+    assert blocks(text, "bash")[-1].startswith("lengthgen train --model base --output intervention --data text.txt")
 
 
 @pytest.mark.slow
-def test_its_code_runs_without_our_package(cured: Path, tmp_path: Path) -> None:
-    code = blocks((cured / "README.md").read_text(encoding="utf-8"), "python")
+def test_its_code_runs_without_our_package(intervention: Path, tmp_path: Path) -> None:
+    code = blocks((intervention / "README.md").read_text(encoding="utf-8"), "python")
     assert len(code) == 2
     proof = "\nassert type(model).__module__.startswith('transformers_modules.')\nassert state[0].recurrent.any()"
-    (tmp_path / cured.name).symlink_to(cured)
+    (tmp_path / intervention.name).symlink_to(intervention)
     done = clean_process(tmp_path, "\n".join(code) + proof)
     assert "Do you wish to run" not in done.stdout
     assert code[0].count("trust_remote_code=True") == 2
     assert len(done.stdout) > 20
 
 
-def test_its_commands_are_understood(cured: Path) -> None:
-    commands = [line for block in blocks((cured / "README.md").read_text(), "bash") for line in block.splitlines()]
+def test_its_commands_are_understood(intervention: Path) -> None:
+    commands = [
+        line for block in blocks((intervention / "README.md").read_text(), "bash") for line in block.splitlines()
+    ]
     further, measured, made = (shlex.split(command) for command in commands)
     for command in (further, made):
         assert command[:2] == ["lengthgen", "train"]
         run, _, _ = read_options(command[2:])
         assert run.training_length == 8
     assert measured[:2] == ["lengthgen", "evaluate"]
-    assert measured[2:6] == ["base", "cured", "--roles", "base,cured"]
+    assert measured[2:6] == ["base", "intervention", "--roles", "base,intervention"]
 
 
 def run_python(text: str) -> dict[str, Any]:
@@ -148,7 +150,7 @@ def test_a_checkpoint_without_tokenizer_or_training_length(
 
 
 def test_without_a_lineage_the_config_tells_what_it_can(work: Work, tmp_path: Path) -> None:
-    folder = work.copy("cured", tmp_path / "cured")
+    folder = work.copy("intervention", tmp_path / "intervention")
     (folder / "lineage.json").unlink()
     text = str(build_card(folder))
     assert text.count("How it was made is recorded only in its config.json: state_passing, 3 steps.") == 2
@@ -156,19 +158,19 @@ def test_without_a_lineage_the_config_tells_what_it_can(work: Work, tmp_path: Pa
 
 
 def test_a_source_on_the_hub_is_the_base_model_and_gives_its_licence(work: Work, tmp_path: Path) -> None:
-    folder = work.copy("cured", tmp_path / "cured")
+    folder = work.copy("intervention", tmp_path / "intervention")
     lineage: Any = read_lineage(folder)
     source = Source("state-spaces/mamba2-130m", True, "ab" * 20, "mamba-ssm", "mit", {"pytorch_model.bin": "0"})
     convert = Step("convert", "converted from mamba-ssm", "lengthgen convert state-spaces/mamba2-130m base", {})
     write_lineage(folder, Lineage(source, (convert, *lineage.steps)))
-    text = str(build_card(folder, settings=CardSettings("me/mamba2-130m-cured")))
+    text = str(build_card(folder, settings=CardSettings("me/mamba2-130m-state-passing")))
     data = metadata_of(text)
     assert (data["base_model"], data["base_model_relation"]) == ("state-spaces/mamba2-130m", "finetune")
     assert data["license"] == "mit"
     assert "made from [state-spaces/mamba2-130m](https://huggingface.co/state-spaces/mamba2-130m)" in text
     assert f"revision {'ab' * 20}" in text
-    assert text.partition("\n---\n\n")[2].startswith("# mamba2-130m-cured\n")
-    assert 'from_pretrained("me/mamba2-130m-cured", trust_remote_code=True)' in text
+    assert text.partition("\n---\n\n")[2].startswith("# mamba2-130m-state-passing\n")
+    assert 'from_pretrained("me/mamba2-130m-state-passing", trust_remote_code=True)' in text
     assert "@article{buitragoruiz2025understanding," in text
     assert metadata_of(str(build_card(folder, settings=CardSettings(license="other"))))["license"] == "other"
     write_lineage(folder, Lineage(source, (convert,)))
@@ -180,13 +182,15 @@ def test_results_of_other_weights_are_refused(work: Work, tmp_path: Path) -> Non
         evaluation["weights"] = "0" * 64
 
     file = changed(work, tmp_path / "other.json", other)
-    with pytest.raises(ValueError, match=r"other\.json holds results of other weights \(base, cured\), but cured"):
-        build_card(work.cured, [file])
+    with pytest.raises(
+        ValueError, match=r"other\.json holds results of other weights \(base, intervention\), but intervention"
+    ):
+        build_card(work.intervention, [file])
     assert build_card(work.base, [file])
 
 
 def test_results_against_another_training_length_are_refused(work: Work, tmp_path: Path) -> None:
-    folder = work.copy("cured", tmp_path / "cured")
+    folder = work.copy("intervention", tmp_path / "intervention")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"training_length": 4096}))
     with pytest.raises(
@@ -201,15 +205,15 @@ def test_results_against_another_training_length_are_refused(work: Work, tmp_pat
 @pytest.mark.slow
 def test_results_in_bfloat16_are_of_these_weights(work: Work, tmp_path: Path) -> None:
     measured = ("--data", work.text, "--split", "train", "--length", 32, "--sequences", 2, "--no-cache")
-    arguments = ("evaluate", work.cured, *measured, "--dtype", "bfloat16", "--output", tmp_path / "out")
+    arguments = ("evaluate", work.intervention, *measured, "--dtype", "bfloat16", "--output", tmp_path / "out")
     assert main([str(argument) for argument in arguments]) == 0
-    assert "texts of 32 bytes" in str(build_card(work.cured, [tmp_path / "out" / "result.json"]))
+    assert "texts of 32 bytes" in str(build_card(work.intervention, [tmp_path / "out" / "result.json"]))
 
 
 def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> None:
     forgets = tmp_path / "forgets"
-    assert main(["forget", str(work.cured), "--output", str(forgets), "--window", "4"]) == 0
-    with pytest.raises(ValueError, match=r"as cured, but forgets needs results with window 4"):
+    assert main(["forget", str(work.intervention), "--output", str(forgets), "--window", "4"]) == 0
+    with pytest.raises(ValueError, match=r"as intervention, but forgets needs results with window 4"):
         build_card(forgets, [work.results])
 
     def label(evaluation: dict[str, Any]) -> None:
@@ -221,8 +225,8 @@ def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> 
     assert "It cannot be trained as it is" in text
     assert "@article{chen2024stuffed," in text
     assert "forgetting" in metadata_of(text)["tags"]
-    with pytest.raises(ValueError, match=r"as cured, but cured needs results with no forgetting"):
-        build_card(work.cured, [own])
+    with pytest.raises(ValueError, match=r"as intervention, but intervention needs results with no forgetting"):
+        build_card(work.intervention, [own])
 
 
 @pytest.mark.parametrize(
@@ -235,7 +239,7 @@ def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> 
 def test_states_that_no_training_can_use_are_said(work: Work, tmp_path: Path, initialization: str, said: str) -> None:
     larger = tmp_path / "larger"
     how = ("--layers", "0", "--factor", "2", "--initialization", initialization, "--output", str(larger))
-    assert main(["expand", str(work.cured), *how]) == 0
+    assert main(["expand", str(work.intervention), *how]) == 0
     assert said in str(build_card(larger))
 
 
@@ -266,7 +270,7 @@ def result_file(content: str) -> Callable[[Path], list[Path]]:
 def test_what_is_no_whole_checkpoint_or_result_file_is_refused(
     work: Work, tmp_path: Path, spoil: Callable[[Path], Any], complaint: str
 ) -> None:
-    folder = work.copy("cured", tmp_path / "folder")
+    folder = work.copy("intervention", tmp_path / "folder")
     results = spoil(folder)
     with pytest.raises((ValueError, OSError), match=complaint):
         build_card(folder, results if isinstance(results, list) else [])

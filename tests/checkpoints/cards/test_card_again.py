@@ -15,7 +15,7 @@ from tests.checkpoints.cards.reading import WORDS, written_into
 
 @pytest.mark.slow
 def test_a_readme_of_a_person_is_replaced_only_if_asked(work: Work, tmp_path: Path) -> None:
-    folder = work.copy("cured", tmp_path / "cured")
+    folder = work.copy("intervention", tmp_path / "intervention")
     readme = folder / "README.md"
     readme.write_text("---\ntags:\n- sft\n---\nmine")
     with pytest.raises(ValueError, match=r"was not written by lengthgen card.*--overwrite"):
@@ -30,7 +30,7 @@ def test_a_readme_of_a_person_is_replaced_only_if_asked(work: Work, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_manual_section_stays_whatever_writes_the_card(work: Work, tmp_path: Path) -> None:
-    folder = work.copy("cured", tmp_path / "cured")
+    folder = work.copy("intervention", tmp_path / "intervention")
     readme = write_card(folder, [work.results], CardSettings(license="mit"))
     fresh = readme.read_text()
     written_into(readme)
@@ -52,7 +52,7 @@ def test_the_manual_section_stays_whatever_writes_the_card(work: Work, tmp_path:
 
 @pytest.mark.slow
 def test_the_metadata_of_a_card_stay(work: Work, tmp_path: Path) -> None:
-    folder = work.copy("cured", tmp_path / "cured")
+    folder = work.copy("intervention", tmp_path / "intervention")
     said = CardSettings(license="mit", language=("en", "de"), datasets=("owner/texts",))
     first = write_card(folder, [work.results], said).read_text()
     assert write_card(folder).read_text() == first
@@ -63,7 +63,7 @@ def test_the_metadata_of_a_card_stay(work: Work, tmp_path: Path) -> None:
 
 
 def test_a_card_is_written_again_from_its_own_results(work: Work, tmp_path: Path) -> None:
-    folder = work.copy("cured", tmp_path / "cured")
+    folder = work.copy("intervention", tmp_path / "intervention")
     first = write_card(folder, [work.results]).read_text()
     assert write_card(folder).read_text() == first
     assert write_card(folder, []).read_text() != first
@@ -71,7 +71,7 @@ def test_a_card_is_written_again_from_its_own_results(work: Work, tmp_path: Path
 
 
 def test_files_of_a_person_beside_those_of_a_card_stay(work: Work, tmp_path: Path) -> None:
-    folder = work.copy("cured", tmp_path / "cured")
+    folder = work.copy("intervention", tmp_path / "intervention")
     write_card(folder, [work.results])
     (folder / "results" / "mine.json").write_text("mine")
     write_card(folder, [])

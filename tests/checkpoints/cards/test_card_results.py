@@ -27,13 +27,15 @@ from tests.checkpoints.cards.reading import MINUS, blocks, changed, evaluations,
 from tests.metrics.conftest import compared
 
 
-def test_nothing_of_the_machine_is_written(cured: Path, work: Work) -> None:
+def test_nothing_of_the_machine_is_written(intervention: Path, work: Work) -> None:
     for file in ("README.md", "results/comparison.json", "lineage.json"):
-        text = (cured / file).read_text()
+        text = (intervention / file).read_text()
         assert not re.search(r"(?<![\w.:/])/(tmp|home|root|work|usr)\b", text), file
-    found = json.loads((cured / "results" / "comparison.json").read_text())["models"][0]["evaluation"]
+    found = json.loads((intervention / "results" / "comparison.json").read_text())["models"][0]["evaluation"]
     assert str(work.folder) in evaluations(work)["base"]["command"]
-    assert found["command"].startswith("lengthgen evaluate base cured --roles base,cured --data text.txt")
+    assert found["command"].startswith(
+        "lengthgen evaluate base intervention --roles base,intervention --data text.txt"
+    )
 
 
 NAMES = ("a_b*c*", "x|y", "<b>no</b>", "[a](b)", "`tick`", "1. one", "# head", "&amp;", "$x$", "a\\b", "~~s~~")
@@ -47,7 +49,7 @@ def test_names_are_shown_as_they_are(name: str) -> None:
 
 
 def test_a_card_with_special_names(work: Work, tmp_path: Path) -> None:
-    folder = work.copy("cured", tmp_path / "we_ird* [x] |y|")
+    folder = work.copy("intervention", tmp_path / "we_ird* [x] |y|")
 
     def label(evaluation: dict[str, Any]) -> None:
         evaluation["model"] = "ba|se_*x*"
@@ -71,11 +73,13 @@ def test_of_several_windows_the_base_with_that_of_the_checkpoint_is_compared() -
         return replace(one, evaluation=replace(one.evaluation, weights=weights, attention_window=window))
 
     base, windowed = model("base", "1f", None, 1.4), model("base", "1f", 8, 0.0)
-    cured, same = model("cured", "2f", None, 0.01), model("cured", "2f", 8, 0.01)
-    text = verdict([cured, base, windowed, same], [], None)
+    intervention, same = model("intervention", "2f", None, 0.01), model("intervention", "2f", 8, 0.01)
+    text = verdict([intervention, base, windowed, same], [], None)
     assert text.startswith("**It works beyond its training length")
     assert text.count("for the base model, before post-training, it is +1.400") == text.count("base model") == 1
-    assert "so does the base model: there was nothing to cure" in verdict([same, base, windowed, cured], [], None)
+    assert "so does the base model: there was nothing to restore" in verdict(
+        [same, base, windowed, intervention], [], None
+    )
     assert "for the base model, before post-training, it is +1.400" in verdict([same, base], [], None)
     assert "base model" not in verdict([base, windowed], [], None)
     assert "base model" not in verdict([windowed, base], [], None)
@@ -88,7 +92,7 @@ def test_a_known_failure_is_told(work: Work, tmp_path: Path) -> None:
         evaluation["verdict"] |= {"holds_to": 8, "violated_from": 16}
         evaluation["in_window"]["context_use"] = {"mean": 0.1, "low": -0.1, "high": 0.3}
 
-    text = str(build_card(work.cured, [changed(work, tmp_path / "fails.json", fail)]))
+    text = str(build_card(work.intervention, [changed(work, tmp_path / "fails.json", fail)]))
     assert "**It fails beyond its training length of 8 bytes.**" in text
     assert "length-generalization" not in metadata_of(text)["tags"]
     limits = text.partition("## Limits")[2]
@@ -96,10 +100,10 @@ def test_a_known_failure_is_told(work: Work, tmp_path: Path) -> None:
     assert "from position 16 on, its perplexity is more than 1% above the best one" in limits
     assert "not shown to use the context inside its training length" in limits
 
-    text = str(build_card(work.cured, [changed(work, tmp_path / "holds.json", holds)]))
+    text = str(build_card(work.intervention, [changed(work, tmp_path / "holds.json", holds)]))
     assert "no harm by earlier text is shown at any position up to the 64 that were tested" not in text
-    assert "but so does the base model: there was nothing to cure.**" in text
-    text = str(build_card(work.cured, [against_a_broken_base(work, tmp_path, holds)]))
+    assert "but so does the base model: there was nothing to restore.**" in text
+    text = str(build_card(work.intervention, [against_a_broken_base(work, tmp_path, holds)]))
     assert "**It works beyond its training length of 8 bytes: no harm by earlier text is shown at any position" in text
     assert f"is {MINUS}0.200 [{MINUS}0.300, {MINUS}0.100] nats per byte" in text
     assert "; for the base model, before post-training, it is +1.000 [+0.900, +1.100]." in text
@@ -151,7 +155,7 @@ def test_it_is_not_said_to_work_above_a_failure(
         holds(evaluation)
         evaluation[place[0]][place[1]] = value
 
-    text = str(build_card(work.cured, [against_a_broken_base(work, tmp_path, change)]))
+    text = str(build_card(work.intervention, [against_a_broken_base(work, tmp_path, change)]))
     assert "It works" not in text
     assert "length-generalization" not in metadata_of(text)["tags"]
     assert f"**It is not shown to work beyond its training length of 8 bytes: {failure}" in text
@@ -163,13 +167,13 @@ def test_one_text_has_no_intervals(work: Work, tmp_path: Path) -> None:
         alone = {"mean": 2.0, "low": None, "high": None}
         evaluation["harm"]["last"] = evaluation["in_window"]["loss"] = evaluation["in_window"]["context_use"] = alone
 
-    text = str(build_card(work.cured, [changed(work, tmp_path / "one.json", shorten)]))
+    text = str(build_card(work.intervention, [changed(work, tmp_path / "one.json", shorten)]))
     assert "**It is unclear whether it holds beyond its training length of 8 bytes.**" in text
     assert "None" not in text
 
 
 def test_a_verification_is_quoted_while_it_is_of_these_files(work: Work, tmp_path: Path) -> None:
-    folder = work.copy("cured", tmp_path / "cured")
+    folder = work.copy("intervention", tmp_path / "intervention")
     check = Check("logits", "the reference scan", 64, 3e-7, 1e-5)
     write_verification(folder, Verification(verified_files(folder), (check,), {"torch": "2"}))
     text = str(build_card(folder))
@@ -182,7 +186,7 @@ def test_a_verification_is_quoted_while_it_is_of_these_files(work: Work, tmp_pat
 
 
 def test_retrieval_is_shown_by_length(work: Work, tmp_path: Path) -> None:
-    folder = work.copy("cured", tmp_path / "cured")
+    folder = work.copy("intervention", tmp_path / "intervention")
     both = RetrievalComparison((retrieval(work, "base", "0" * 64), retrieval(work)))
     write_result(tmp_path / "retrieval.json", both)
     write_result(tmp_path / "one.json", RetrievalComparison((retrieval(work),)))
@@ -197,7 +201,7 @@ def test_retrieval_is_shown_by_length(work: Work, tmp_path: Path) -> None:
     for name in ("results/retrieval.json", "results/retrieval-2.json"):
         assert f"({name})" in text
         assert (folder / name).is_file()
-    assert "lengthgen retrieve cured" in blocks(text, "bash")[1]
+    assert "lengthgen retrieve intervention" in blocks(text, "bash")[1]
     found = [result for result in ModelCard(text).data.eval_results if result.metric_type == "accuracy"]
     assert [result.metric_value for result in found[:2]] == [0.95, 0.25]
     assert metadata_of(text)["metrics"] == ["perplexity", "accuracy"]
@@ -212,14 +216,14 @@ def test_a_diagnosis_is_shown_as_an_evaluation_and_more(work: Work, tmp_path: Pa
         for model in models
     )
     write_result(tmp_path / "result.json", Diagnosis("Diagnosis", diagnosed))
-    text = str(build_card(work.cured, [tmp_path / "result.json"]))
+    text = str(build_card(work.intervention, [tmp_path / "result.json"]))
     assert "- Effective Remembrance: 0.250 (0.200 to 0.300)." in text
     assert "Not measured: states (no_states)." in text
-    plain = str(build_card(work.cured, [work.results]))
+    plain = str(build_card(work.intervention, [work.results]))
     row: Any = re.search(r"^\| Harm of the context.*$", plain, flags=re.MULTILINE)
     assert row[0] in text
     assert "(results/diagnosis.json)" in text
-    both = str(build_card(work.cured, [tmp_path / "result.json", work.results]))
+    both = str(build_card(work.intervention, [tmp_path / "result.json", work.results]))
     assert (both.count(row[0]), both.count("- Measured on 3 texts")) == (1, 1)
     assert "Effective Remembrance: 0.250" in both.partition("### Diagnosis")[2]
     assert len(ModelCard(both).data.eval_results) == 3

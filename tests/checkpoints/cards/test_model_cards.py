@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison
 
 MODEL_CARDS = Path(__file__).parents[3] / "model_cards"
 NAMES = sorted(path.name for path in MODEL_CARDS.iterdir() if path.is_dir())
-FAMILIES = [name.removesuffix("-cured") for name in NAMES if name.endswith("-cured")]
+FAMILIES = [name.removesuffix("-state-passing") for name in NAMES if name.endswith("-state-passing")]
 FAR = "passkey-far"
 
 
@@ -37,10 +37,10 @@ def test_the_classes_that_a_config_names_are_there(name: str) -> None:
         assert hasattr(import_module(f"hf_recurrent_lengthgen.models.{module}"), named)
 
 
-def test_each_family_has_a_base_and_a_cured_checkpoint() -> None:
-    cured = [f"{family}-{method}" for family in FAMILIES for method in ("base", "cured")]
-    assert sorted([*cured, "passkey-base", FAR]) == NAMES
-    assert cured
+def test_each_family_has_a_base_and_a_post_trained_checkpoint() -> None:
+    intervention = [f"{family}-{method}" for family in FAMILIES for method in ("base", "state-passing")]
+    assert sorted([*intervention, "passkey-base", FAR]) == NAMES
+    assert intervention
 
 
 def test_checkpoints_are_small() -> None:

@@ -14,7 +14,7 @@ from tests.checkpoints.cards.test_model_cards import FAR, MODEL_CARDS
 from .client import run_stranger
 from .endpoint import Endpoint
 
-CURED = ["bamba-cured", FAR]
+PASSED = ["bamba-state-passing", FAR]
 """A hybrid of bytes, and words; `test_remote_code` has all families."""
 TEXT = "The sky is blue"
 CODE = """
@@ -30,15 +30,15 @@ torch.save(found, "out.pt")
 
 
 @pytest.mark.slow
-def test_cured_checkpoints_run_where_the_package_is_not(hub: Endpoint, tmp_path: Path) -> None:
-    for name in CURED:
+def test_post_trained_checkpoints_run_where_the_package_is_not(hub: Endpoint, tmp_path: Path) -> None:
+    for name in PASSED:
         folder = shutil.copytree(MODEL_CARDS / name, tmp_path / name)
         assert main(["verify", str(folder)]) == 0
         assert main(["card", str(folder)]) == 0
         assert main(["push", str(folder), f"user/{name}"]) == 0
-    run_stranger(hub, tmp_path, f"NAMES, TEXT = {CURED!r}, {TEXT!r}\n{CODE}")
+    run_stranger(hub, tmp_path, f"NAMES, TEXT = {PASSED!r}, {TEXT!r}\n{CODE}")
     found = torch.load(tmp_path / "out.pt")
-    assert list(found) == CURED
+    assert list(found) == PASSED
     vocabulary = json.loads((MODEL_CARDS / FAR / "tokenizer.json").read_text())["model"]["vocab"]
     words = [vocabulary[word] for word in TEXT.split()]
     for name, logits in found.items():
