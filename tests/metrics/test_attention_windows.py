@@ -81,7 +81,7 @@ def test_the_window_that_is_named_is_the_largest_that_is_as_good_as_any(
 
 
 @pytest.mark.parametrize("last", range(3, 12))
-def test_the_place_of_all_keys_is_named_however_many_windows_there_are(last: int) -> None:
+def test_the_place_of_full_attention_is_named_however_many_windows_there_are(last: int) -> None:
     windows = (*(2**power for power in range(last)), None)
     values = tuple(Estimate(0.1 * place, None, None) for place in range(last + 1))
     found: Any = hybrid()
@@ -89,5 +89,5 @@ def test_the_place_of_all_keys_is_named_however_many_windows_there_are(last: int
     figure = attention_windows_figure({"one": found, "two": replace(found, attention=apart)})
     for axes in figure.axes:
         labels = [label.get_text() for label in axes.get_xticklabels()]
-        assert labels[-1] == "all"
+        assert labels[-1] == "full"
         assert len(labels) <= 7

@@ -1,4 +1,4 @@
-"""Figures of the states of one or several models: which heads leave the range of training, and what harm they do.
+"""Figures of the states of one or several models: which heads leave the training distribution, and their excess loss.
 
 Every figure has one panel per model (name -> states), stacked and on the same scale. Drifting heads are orange.
 """
@@ -27,7 +27,7 @@ MAP_ROWS = 24
 DRAWN_HEADS = 40
 """Maximum number of heads of each kind, drifting or not, that have a line."""
 ORANGE = "Orange: heads that drift (L0 H5: layer 0, head 5)"
-WIDTH, HEIGHT, LEFT, RIGHT, TITLE, BOTTOM, GAP = 4.8, 1.75, 0.55, 1.05, 0.8, 0.55, 0.5
+WIDTH, HEIGHT, LEFT, RIGHT, TITLE, BOTTOM, GAP = 4.95, 1.75, 0.7, 1.05, 0.8, 0.55, 0.5
 """Inches."""
 Diagnoses = Mapping[str, StateDiagnosis]
 Curve = Callable[[StateDiagnosis, HeadStates], Sequence[float]]
@@ -43,28 +43,26 @@ INPUTS: dict[str, Curve] = {
 def state_std_figure(diagnoses: Diagnoses) -> Figure:
     """Standard deviation of each head's state, of the whole state and of convolution states, relative to that at the
     training length, by position (Buitrago Ruiz and Gu, 2025, Figures 4, 9; Chen et al., 2024, Figures 5, 16, 17)."""
-    explanation = (
-        "Standard deviation relative to that at the training length.\nOrange: heads that drift. Dashed: the whole"
-    )
+    explanation = "Orange: heads that drift. Dashed: the whole state.\nDotted: convolutions"
     curves: dict[str, Curve] = {"": lambda its, head: _relative(head.std, its)}
-    title = "Spread of each head's state"
-    return _curves_figure(diagnoses, curves, title, f"{explanation}. Dotted: convolutions", _ratios, whole=True)
+    title = "Standard deviation of each head's state"
+    return _curves_figure(diagnoses, curves, title, explanation, "relative to that at T", _ratios, whole=True)
 
 
 def state_inputs_figure(diagnoses: Diagnoses) -> Figure:
     """Largest element of each head's state and inputs of its recurrence, relative to those at the training length, by
     position (Chen et al., 2024, Figures 6 and 7); a panel for each that is known."""
-    explanation = "Relative to that at the training length, mean since the last position.\nOrange: heads that drift"
-    title = "What goes into each head's state, and its largest element"
-    return _curves_figure(diagnoses, INPUTS, title, explanation, _ratios)
+    explanation = "Means since the previous position.\nOrange: heads that drift"
+    title = "Largest element of each head's state, and its inputs"
+    return _curves_figure(diagnoses, INPUTS, title, explanation, "relative to that at T", _ratios)
 
 
 def state_mean_figure(diagnoses: Diagnoses) -> Figure:
     """Mean of each head's state, in its standard deviations at the training length, by position (Buitrago Ruiz and Gu,
     2025, appendix C; Chen et al., 2024, Figures 5 and 16)."""
-    explanation = f"In its standard deviations at the training length.\n{ORANGE}"
+    explanation = f"In its standard deviations at T, the training length.\n{ORANGE}"
     curves: dict[str, Curve] = {"": lambda its, head: _relative(head.mean, its, head.std)}
-    return _curves_figure(diagnoses, curves, "Mean of each head's state", explanation, _signed)
+    return _curves_figure(diagnoses, curves, "Mean of each head's state", explanation, "standard deviations", _signed)
 
 
 def retention_figure(diagnoses: Diagnoses) -> Figure:
@@ -72,7 +70,8 @@ def retention_figure(diagnoses: Diagnoses) -> Figure:
     scan is not known are left out."""
     explanation = f"1: all of what the token wrote; 0: nothing.\n{ORANGE}"
     curves: dict[str, Curve] = {"": lambda _, head: [math.exp(log) for log in head.log_retention or ()]}
-    return _curves_figure(diagnoses, curves, "How much of the first token a head still holds", explanation, _shares)
+    title = "How much of the first token a head still holds"
+    return _curves_figure(diagnoses, curves, title, explanation, "share", _shares)
 
 
 def rank_figure(diagnoses: Diagnoses) -> Figure:
@@ -81,7 +80,7 @@ def rank_figure(diagnoses: Diagnoses) -> Figure:
     drawn = {f"{name}: {kind}": (its, kind) for name, its in diagnoses.items() for kind in ("counted", "entropy")}
     shown = {name: diagnosis for name, (diagnosis, _) in drawn.items()}
     title = "Effective rank of each head, as a share of the largest"
-    figure, panels = _panels(shown, title, f"Dashed: one for each token that was read.\n{ORANGE}")
+    figure, panels = _panels(shown, title, f"Dashed: one for each token that was read.\n{ORANGE}", "share")
     _position_axes(panels, shown)
     for axes, (diagnosis, kind) in zip(panels, drawn.values(), strict=True):
         _shares(axes, ())
@@ -124,6 +123,7 @@ def _curves_figure(
     curves: Mapping[str, Curve],
     title: str,
     explanation: str,
+    y_label: str,
     scale: Callable[[Axes, Sequence[float]], None],
     whole: bool = False,
 ) -> Figure:
@@ -139,7 +139,7 @@ def _curves_figure(
         if not what or any(curve(diagnosis, head) for head in diagnosis.heads)
     }
     shown_by = {name: diagnosis for name, (diagnosis, _) in drawn.items()}
-    figure, panels = _panels(shown_by, title, explanation)
+    figure, panels = _panels(shown_by, title, explanation, y_label)
     _position_axes(panels, shown_by)
     shown = [
         value
@@ -184,6 +184,7 @@ def distance_map_figure(diagnoses: Diagnoses) -> Figure:
         diagnoses,
         "How far each head's states are from those in training",
         "Wasserstein distance, in standard deviations of training.\nDashed: training length (L0 H5: layer 0, head 5)",
+        "layer and head",
         [max(0.8, 0.19 * len(rows)) for rows in ranked],
         beside=180.0,
     )
@@ -217,12 +218,13 @@ def distance_map_figure(diagnoses: Diagnoses) -> Figure:
 
 
 def patching_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
-    """Harm removed and added if the states of some heads are exchanged, with intervals over texts."""
+    """Excess loss removed and added if the states of some heads are exchanged, with intervals over texts."""
     patchings = [diagnosis.patching for diagnosis in diagnoses.values() if diagnosis.patching is not None]
     figure, panels = _panels(
         diagnoses,
         f"Excess loss from heads beyond training (nats per {unit})",
         "Orange: added when only these heads get a long context\nBlue: removed when only these get a short one",
+        "",
         [0.27 * len(patching.groups) for patching in patchings],
         left=1.3,
         beside=165.0,
@@ -255,11 +257,12 @@ def patching_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
 
 
 def attention_harm_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
-    """A line and a band for the harm of states alone, of attention alone, and of both, in each hybrid."""
+    """Excess loss from states alone, from attention alone, and from both, with bands, in each hybrid."""
     figure, panels = _panels(
         diagnoses,
-        f"Excess loss from context (nats per {unit})",
-        "Orange: only the recurrent states are long. Blue: only attention is.\nGray: both are",
+        "Excess loss from states and from attention",
+        "Orange: long context for the states only. Blue: for attention\nonly. Gray: for both",
+        f"nats per {unit}",
     )
     harms = [diagnosis.attention for diagnosis in diagnoses.values() if diagnosis.attention is not None]
     low, high = _limits(estimate for harm in harms for case in CASES for estimate in getattr(harm, case))
@@ -282,9 +285,9 @@ def attention_harm_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
 
 
 def attention_windows_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
-    """Harm of a long context by window of attention in each hybrid, with its band; the last place is all keys."""
-    explanation = "By window of attention. Dot: the largest that is not worse than the best"
-    figure, panels = _panels(diagnoses, f"Excess loss from context (nats per {unit})", explanation)
+    """Excess loss by window of attention in each hybrid, with its band; the last place is full attention."""
+    explanation = "Dot: largest window that is not worse than the best"
+    figure, panels = _panels(diagnoses, "Excess loss by window of attention", explanation, f"nats per {unit}")
     results = [found.attention.windows for found in diagnoses.values() if found.attention and found.attention.windows]
     low, high = _limits(value for result in results for value in result.harm)
     numbers = [window for result in results for window in result.windows if window is not None]
@@ -295,14 +298,12 @@ def attention_windows_figure(diagnoses: Diagnoses, unit: str = "token") -> Figur
         axes.plot(x, [value.mean for value in result.harm], color=STEADY, linewidth=2)
         style.draw_band(axes, x, result.harm, STEADY)
         axes.plot([result.best or everything], [result.at(result.best).mean], "o", color=STEADY)
-        style.length_axis(axes, sorted({*numbers, everything}), "keys")
+        style.length_axis(axes, sorted({*numbers, everything}), "tokens")
         axes.xaxis.set_major_formatter(
-            FuncFormatter(lambda value, _: "all" if value == everything else style.short_number(value))
+            FuncFormatter(lambda value, _: "full" if value == everything else style.short_number(value))
         )
         axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
-        axes.set_xlabel(
-            "Last keys that a token attends to" if axes is panels[-1] else "", fontsize=10, color=style.MUTED
-        )
+        axes.set_xlabel("Window of attention (tokens)" if axes is panels[-1] else "", fontsize=10, color=style.MUTED)
         style.mark_training_lengths(axes, [diagnosis.training_length])
     return figure
 
@@ -311,6 +312,7 @@ def _panels(
     diagnoses: Diagnoses,
     title: str,
     explanation: str,
+    y_label: str,
     heights: Sequence[float] | None = None,
     left: float = LEFT,
     beside: float = 0.0,
@@ -321,22 +323,16 @@ def _panels(
     total = TITLE + BOTTOM + sum(heights) + GAP * (len(heights) - 1)
     figure = Figure(figsize=(WIDTH, total))
     FigureCanvasAgg(figure)
-    figure.text(0.02, 1 - 0.06 / total, title, fontsize=style.FONT_SIZE, color=style.INK, va="top", parse_math=False)
-    figure.text(
-        0.02,
-        1 - 0.26 / total,
-        explanation,
-        fontsize=style.FONT_SIZE - 1.5,
-        color=style.MUTED,
-        va="top",
-        parse_math=False,
-    )
+    for y, text, smaller, color in ((0.06, title, 0.0, style.INK), (0.26, explanation, 1.5, style.MUTED)):
+        size = style.FONT_SIZE - smaller
+        figure.text(0.02, 1 - y / total, text, fontsize=size, color=color, va="top", parse_math=False)
     panels, top = [], total - TITLE
     for name, height in zip(diagnoses, heights, strict=True):
         box = (left / WIDTH, (top - height) / total, (WIDTH - left - RIGHT) / WIDTH, height / total)
         axes = style.plain_axes(figure, box)
         top -= height + GAP
         style.set_left_title(axes, name, weight="bold", beside=beside)
+        axes.set_ylabel(y_label, fontsize=style.FONT_SIZE - 1.5, color=style.MUTED)
         panels.append(axes)
     return figure, panels
 
