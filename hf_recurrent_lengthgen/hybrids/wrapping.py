@@ -57,7 +57,7 @@ from hf_recurrent_lengthgen.models.state_value import (
     LayerShape,
     LearnedStatesMixin,
     RecurrentState,
-    check_given_state,
+    check_initial_state,
     check_state,
     learned_row,
     state_batch_size,
@@ -137,7 +137,7 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
 
     def _check_state(self: Any, state: RecurrentState, batch_size: int) -> RecurrentState:
         state = check_state(state, self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
-        check_given_state(state)
+        check_initial_state(state)
         return state
 
     def _forward(

@@ -12,7 +12,7 @@ The first part of a name says what is in a file:
 
 A checkpoint carries what its entry file imports. What few models need (`EXTRAS` in configuration_stateful.py) it
 carries only if its configuration asks for it. state_on_disk.py, state_learned_files.py, rows_shared.py,
-scan_pieces.py, layers_known.py, modeling_loss.py and modeling_protocols.py stay in the package. Importing this package
+scan_affine.py, layers_known.py, modeling_loss.py and modeling_protocols.py stay in the package. Importing this package
 makes our model types known to the Auto classes of Transformers.
 """
 
@@ -77,8 +77,8 @@ def register_family(causal_lm_class: Any) -> None:
 
 def family_config(model_type: str | None) -> Any:
     """The configuration class of one of our model types, or of an upstream one that it takes; None for others."""
-    found = FAMILIES.get(str(model_type)) or STATEFUL_CLASSES.get(str(model_type))
-    return None if found is None else found.config_class
+    family = FAMILIES.get(str(model_type)) or STATEFUL_CLASSES.get(str(model_type))
+    return None if family is None else family.config_class
 
 
 for _class in (

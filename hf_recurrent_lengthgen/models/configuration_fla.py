@@ -56,20 +56,20 @@ class FlaConfigMixin(StatefulConfigMixin):
 
     def check_heads(self, name: str) -> None:
         """Refuse heads that cannot share the width: `num_heads` of the size `name`, one of which may be None."""
-        given = {"num_heads": self.num_heads, name: getattr(self, name)}
-        sizes = [size for size in given.values() if size is not None]
+        fields = {"num_heads": self.num_heads, name: getattr(self, name)}
+        sizes = [size for size in fields.values() if size is not None]
         fits = sizes and (len(sizes) == 1 or sizes[0] * sizes[1] == self.hidden_size)
         if not fits or min(sizes) < 1 or self.hidden_size % sizes[0]:
-            raise ValueError(f"num_heads * {name} must be hidden_size ({self.hidden_size}), got {given}.")
+            raise ValueError(f"num_heads * {name} must be hidden_size ({self.hidden_size}), got {fields}.")
         for count in self.layer_num_heads or ():
             self.part("hidden_size", self.hidden_size, count)
 
     def exclude(self, name: str) -> None:
         """Refuse a number of heads of all layers beside `layer_num_heads`."""
-        heads, given = self.layer_num_heads, getattr(self, name)
-        if heads is not None and given is not None:
+        heads, of_all = self.layer_num_heads, getattr(self, name)
+        if heads is not None and of_all is not None:
             raise ValueError(
-                f"layer_num_heads and {name} exclude each other, got {heads} and {given}: leave one of them None."
+                f"layer_num_heads and {name} exclude each other, got {heads} and {of_all}: leave one of them None."
             )
 
 

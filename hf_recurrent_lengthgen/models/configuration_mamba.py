@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .configuration_stateful import StatefulConfigMixin, extra
+from .configuration_stateful import StatefulConfigMixin, optional_module
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -74,7 +74,8 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
     def check_forgetting(self) -> None:
         """See `StatefulConfigMixin.check_forgetting`; refused beside attention layers, which keep all tokens."""
         super().check_forgetting()
-        if self.attention_layers and self.forgetting and extra("scan_forgetting").Forgetting.of(self).changed():
+        rule = self.attention_layers and self.forgetting and optional_module("scan_forgetting").Forgetting.of(self)
+        if rule and rule.changed():
             raise ValueError(
                 f"forgetting changes Mamba layers only, and the layers {self.attention_layers} (attention_layers) "
                 "would go on keeping all tokens: leave forgetting out."

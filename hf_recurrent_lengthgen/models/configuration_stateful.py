@@ -40,7 +40,7 @@ OLD_CACHE_NAMES = ("past_key_values", "cache_params")
 PreTrainedConfig = transformers.PreTrainedConfig  # not imported above, since older releases name it otherwise
 
 
-def extra(name: str) -> Any:
+def optional_module(name: str) -> Any:
     """A module of this folder that few models need; a checkpoint has it only if it needs it (`EXTRAS`).
 
     Raises:
@@ -70,7 +70,7 @@ def carry_extras(folder: Path, names: Iterable[str]) -> None:
     if not entry.exists():  # a configuration alone
         return
     entry.write_text("".join(f"from .{name} import *\n" for name in names), encoding="utf-8")
-    for file in (str(extra(name).__file__) for name in names):
+    for file in (str(optional_module(name).__file__) for name in names):
         for needed in {file, *get_relative_import_files(file)}:
             if Path(needed).name != entry.name:
                 shutil.copyfile(needed, folder / Path(needed).name)
@@ -149,8 +149,8 @@ class StatefulConfigMixin:
         """The settings of a file of an upstream model type as those of this one; others as they are."""
         if config_dict.get("model_type") not in cls.upstream_types:
             return config_dict
-        kept = {name: value for name, value in config_dict.items() if name not in ("architectures", "auto_map")}
-        return kept | {"model_type": cls.model_type}  # type: ignore[attr-defined]
+        settings = {name: value for name, value in config_dict.items() if name not in ("architectures", "auto_map")}
+        return settings | {"model_type": cls.model_type}  # type: ignore[attr-defined]
 
     @classmethod
     def name_of(cls, values: Mapping[str, Any]) -> str:
@@ -162,9 +162,9 @@ class StatefulConfigMixin:
         """As in Transformers; a file of an upstream model type makes a configuration of this one."""
         own = cls.model_type  # type: ignore[attr-defined]
         config_dict = cls.from_upstream(config_dict)
-        if (given := config_dict.get("model_type", own)) != own:
+        if (file_type := config_dict.get("model_type", own)) != own:
             raise ValueError(
-                f"{cls.__name__} takes files of the model types {[own, *cls.upstream_types]}, got {given!r}: "
+                f"{cls.__name__} takes files of the model types {[own, *cls.upstream_types]}, got {file_type!r}: "
                 "hf_recurrent_lengthgen.load_model chooses the class for a checkpoint."
             )
         return super().from_dict(config_dict | {"model_type": own}, **kwargs)  # type: ignore[misc]
@@ -177,8 +177,8 @@ class StatefulConfigMixin:
                 f"{CODE_FORMAT_VERSION}: update hf_recurrent_lengthgen."
             )
         for name, allowed in self.choices.items():
-            if (given := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {given!r}.")
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}.")
         for name, (least, most) in BOUNDS.items():
             value = getattr(self, name, None)
             if value is not None and not least <= value <= most:  # NaN, too
@@ -211,7 +211,7 @@ class StatefulConfigMixin:
     def check_forgetting(self) -> None:
         """Refuse a `forgetting` that is out of range, or that this family cannot honor."""
         if self.forgetting:
-            rule = extra("scan_forgetting").Forgetting.of(self)
+            rule = optional_module("scan_forgetting").Forgetting.of(self)
             rule.check_for(type(self).__name__, self.forgets_by)
 
 

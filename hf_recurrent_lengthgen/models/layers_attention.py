@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import initialization as init
 
-from .configuration_stateful import extra
+from .configuration_stateful import optional_module
 from .layers_mixer import ScanMixer
 from .rows import Rows
 from .rows_moved import zero_past_end
@@ -102,14 +102,13 @@ class LinearAttentionMixer(_AttentionMixer):
         return LayerShape((1, self.value_dim, self.head_dim), (0,))
 
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         q, k, dtype = q * self.head_dim**-0.5, zero_past_end(k, rows), q.dtype
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = (part[:, None].to(state.recurrent.dtype) for part in (q, k, v))
             if rows is not None and rows.group is not None:
-                piece = extra("scan_pieces").piece_linear
-                y, recurrent = extra("rows_shared").scan_piece(rows, self.scan, piece, (q, k, v), state.recurrent, {})
+                affine_map, shared = optional_module("scan_affine").affine_linear, optional_module("rows_shared")
+                y, recurrent = shared.scan_chunk(rows, self.scan, affine_map, (q, k, v), state.recurrent, {})
             else:
                 y, recurrent = self.scan(q, k, v, state.recurrent)
         return self.o_proj(y[:, 0].to(dtype)), state._replace(recurrent=recurrent)

@@ -131,7 +131,7 @@ class _CausalConv(torch.autograd.Function):
     """Convolution and perhaps SiLU; keeps only the inputs and recomputes a_t in the backward pass.
 
     Both directions go block by block over time, so that the passes over a block find it in the cache. A block is
-    read as `piece`: the K-1 inputs before it and its own.
+    read as `span`: the K-1 inputs before it and its own.
     """
 
     @staticmethod
@@ -140,7 +140,7 @@ class _CausalConv(torch.autograd.Function):
         ctx.activation = activation
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         for block in token_blocks(x):
-            a = _convolve(_piece(x, block, initial_state), weight, bias)
+            a = _convolve(_span(x, block, initial_state), weight, bias)
             y[:, block] = silu(a, inplace=True) if activation else a
         return y
 
@@ -152,19 +152,19 @@ class _CausalConv(torch.autograd.Function):
         grad_weight, grad_bias = torch.zeros_like(weight), torch.zeros_like(bias)
         grad_history = torch.zeros_like(initial_state.mT)  # of the K-1 inputs before the block that follows
         for block in reversed(token_blocks(x)):
-            piece = _piece(x, block, initial_state)
-            grad_a = grad_y[:, block].to(piece.dtype)
+            span = _span(x, block, initial_state)
+            grad_a = grad_y[:, block].to(span.dtype)
             if ctx.activation:
-                grad_a = torch.ops.aten.silu_backward(grad_a, _convolve(piece, weight, bias))
+                grad_a = torch.ops.aten.silu_backward(grad_a, _convolve(span, weight, bias))
             length = grad_a.shape[1]
-            grad_piece = torch.zeros_like(piece)
-            grad_piece[:, length:] = grad_history
+            grad_span = torch.zeros_like(span)
+            grad_span[:, length:] = grad_history
             for k, tap in enumerate(weight.unbind(1)):
-                grad_piece[:, k : k + length].addcmul_(grad_a, tap)
-                grad_weight[:, k] += (grad_a * piece[:, k : k + length]).sum((0, 1))
+                grad_span[:, k : k + length].addcmul_(grad_a, tap)
+                grad_weight[:, k] += (grad_a * span[:, k : k + length]).sum((0, 1))
             grad_bias += grad_a.sum((0, 1))
             history = grad_history.shape[1]
-            grad_history, grad_x[:, block] = grad_piece[:, :history], grad_piece[:, history:]
+            grad_history, grad_x[:, block] = grad_span[:, :history], grad_span[:, history:]
         return grad_x, grad_weight, grad_bias, grad_history.mT, None
 
 
@@ -176,7 +176,7 @@ def token_blocks(x: Tensor) -> list[slice]:
     return [slice(start, min(start + tokens, x.shape[1])) for start in range(0, x.shape[1], tokens)]
 
 
-def _piece(x: Tensor, block: slice, initial_state: Tensor) -> Tensor:
+def _span(x: Tensor, block: slice, initial_state: Tensor) -> Tensor:
     """The inputs of a block and the K-1 before it, (B, K-1+Q, C), in the dtype of the state."""
     history = initial_state.shape[2]
     before = x[:, max(0, block.start - history) : block.stop].to(initial_state.dtype)
@@ -184,13 +184,13 @@ def _piece(x: Tensor, block: slice, initial_state: Tensor) -> Tensor:
     return torch.cat([initial_state.mT[:, history - missing :], before], dim=1) if missing else before
 
 
-def _convolve(piece: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """a_t of a block, (B, Q, C), from its piece (B, K-1+Q, C)."""
+def _convolve(span: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """a_t of a block, (B, Q, C), from its span (B, K-1+Q, C)."""
     taps = weight.shape[1]
-    length = piece.shape[1] - taps + 1
-    a = torch.addcmul(bias, piece[:, :length], weight[:, 0])
+    length = span.shape[1] - taps + 1
+    a = torch.addcmul(bias, span[:, :length], weight[:, 0])
     for k in range(1, taps):
-        a.addcmul_(piece[:, k : k + length], weight[:, k])
+        a.addcmul_(span[:, k : k + length], weight[:, k])
     return a
 
 

@@ -51,7 +51,6 @@ class DeltaMixer(ShortConvMixer):
         self.o_proj = nn.Linear(values, D, bias=False)
 
     def kernel_limit(self, dtype: torch.dtype) -> str:
-        """See `ScanMixer`."""
         return super().kernel_limit(dtype) or kernel_limit_of(self.key_dim)
 
     def project(

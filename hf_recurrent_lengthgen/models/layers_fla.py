@@ -37,7 +37,7 @@ class HeadRMSNorm(RMSNorm):
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`; a width that is not given is rounded up to a multiple of 256."""
+    """`down(silu(gate(x)) * up(x))`; without a width, it is rounded up to a multiple of 256."""
 
     def __init__(self, config: FlaConfigMixin) -> None:
         super().__init__()
@@ -69,7 +69,6 @@ class MixerMLPBlock(MixerLayer):
     def forward(
         self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None, *inputs: Tensor
     ) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
         output, state = self.attn(self.attn_norm(hidden_states), state, rows, *inputs)
         hidden_states = hidden_states + output
         backend = self.attn.backend_for(hidden_states)

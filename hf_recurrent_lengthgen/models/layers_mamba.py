@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .configuration_stateful import extra
+from .configuration_stateful import optional_module
 from .layers_mixer import MixerLayer, RMSNorm, ScanMixer
 from .modeling_stateful import StatefulBackbone
 from .rows import Rows
@@ -30,7 +30,6 @@ class MixerBlock(MixerLayer):
 
     @over_groups
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
         normed = self.norm(hidden_states.to(self.norm.weight.dtype))
         residual = hidden_states.to(state_dtype(hidden_states.dtype)) if self.residual_in_fp32 else hidden_states
         output, state = self.mixer(normed, state, rows)
@@ -86,7 +85,7 @@ class MixerBackbone(StatefulBackbone):
     def make_layer(self, config: Any, layer: int) -> MixerBlock:
         if layer not in (config.attention_layers or ()):
             return MixerBlock(config, self.mixer_class(config, layer))
-        return MixerBlock(config, extra("layers_attention").attention_mixer(config))
+        return MixerBlock(config, optional_module("layers_attention").attention_mixer(config))
 
     def make_norm(self, config: Any) -> nn.Module:
         return RMSNorm(config.hidden_size, config.layer_norm_epsilon)

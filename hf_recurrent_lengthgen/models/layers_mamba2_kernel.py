@@ -17,7 +17,7 @@ from .layers_mixer import is_plain
 from .rows import Rows
 from .rows_moved import last_inputs
 from .scan_backends import OPERATORS, without_autocast
-from .scan_ssd import kernel_chunk, kernel_piece
+from .scan_ssd import kernel_block, kernel_chunk
 from .state_value import LayerState
 
 try:
@@ -79,7 +79,7 @@ def takes(zxbcdt: Tensor, rows: Rows | None, sizes: Mamba2Sizes, modules: tuple[
         return False
     _, xBC, dt = zxbcdt.split(sizes.parts, -1)
     x, B, _ = sizes.scanned(xBC)
-    batch, tokens = kernel_piece(x, dt, B, kernel_chunk(sizes.chunk_size))
+    batch, tokens = kernel_block(x, dt, B, kernel_chunk(sizes.chunk_size))
     fits = zxbcdt.shape[0] <= batch and zxbcdt.shape[1] <= tokens
     return fits and sizes.norm_group * zxbcdt.element_size() <= _NORM_MAX_BYTES
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .configuration_stateful import extra
+from .configuration_stateful import optional_module
 from .rows import Rows
 from .scan_backends import ScanBackend, resolve_backend
 from .state_value import LayerShape, LayerState, OwnLayerState
@@ -51,8 +51,8 @@ class RMSNorm(nn.Module):
 class ScanMixer(nn.Module):
     """Base of mixers with one recurrence.
 
-    A subclass sets `scan`, gives `state_shape`, and runs its recurrence by `advance`. Measurements of
-    a recurrence (what it retains, its attention map) go by the name of its scan.
+    A subclass sets `scan`, gives `state_shape`, and runs its recurrence by `advance`; the arguments of
+    `forward` are those in `StatefulBackbone`. Measurements of a recurrence go by the name of its scan.
 
     Args:
         config: The configuration of the model.
@@ -132,20 +132,21 @@ class ScanMixer(nn.Module):
 
         `inputs` are those of `scan` before the state, `options` its keywords. Inputs at padding must write nothing.
         """
-        rule = extra("scan_forgetting").Forgetting.of(self.config, self.layer) if self.config.forgetting else None
         otherwise = False  # whether the scan itself is another
-        if rule is not None and rule.changed():
-            inputs, otherwise = extra("scan_forgetting").scaled_inputs(rule, self.scan.__name__, inputs, rows)
+        if self.config.forgetting:
+            forgetting = optional_module("scan_forgetting")
+            if (rule := forgetting.Forgetting.of(self.config, self.layer)).changed():
+                inputs, otherwise = forgetting.scaled_inputs(rule, self.scan.__name__, inputs, rows)
         if rows is not None and rows.group is not None:
-            piece = extra("scan_pieces").PIECES.get(self.scan.__name__)
-            if piece is None or otherwise:
-                why = "has another scan" if piece is None else f"is made to forget ({self.config.forgetting})"
+            affine_map = optional_module("scan_affine").AFFINE_MAPS.get(self.scan.__name__)
+            if affine_map is None or otherwise:
+                why = "has another scan" if affine_map is None else f"is made to forget ({self.config.forgetting})"
                 raise ValueError(f"Processes cannot share a sequence of a model whose {type(self).__name__} {why}.")
-            scan_piece = extra("rows_shared").scan_piece
-            y, recurrent = scan_piece(rows, self.scan, piece, inputs, state.recurrent, options)
+            scan_chunk = optional_module("rows_shared").scan_chunk
+            y, recurrent = scan_chunk(rows, self.scan, affine_map, inputs, state.recurrent, options)
             return y, LayerState(recurrent, state.conv)
         if otherwise:
-            return extra("scan_forgetting").with_forgetting(rule, self.scan, inputs, state, rows, **options)
+            return forgetting.with_forgetting(rule, self.scan, inputs, state, rows, **options)
         if isinstance(state, OwnLayerState):
             options["in_place"] = True
         y, recurrent = self.scan(*inputs, state.recurrent, **options)

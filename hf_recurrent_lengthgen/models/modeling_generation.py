@@ -203,12 +203,12 @@ def virtual_tokens(model: Any) -> int:
     return int(config.num_virtual_tokens)
 
 
-def given_cache(initial_state: RecurrentState | None = None, **names: Any) -> RecurrentCache | None:
-    """The cache of a call under one of its names; `ValueError` if it is none, or not the only state to start from."""
-    found = {name: cache for name, cache in names.items() if cache is not None}
-    if len(found) + (initial_state is not None) > 1:
+def checked_cache(initial_state: RecurrentState | None = None, **names: Any) -> RecurrentCache | None:
+    """The cache of a call, under any of its names; a `ValueError` for another type, and two states to start from."""
+    caches = [cache for cache in names.values() if cache is not None]
+    if len(caches) + (initial_state is not None) > 1:
         raise ValueError("Give initial_state or cache, not both, under one name: each is the state to start from.")
-    cache = next(iter(found.values()), None)
+    cache = next(iter(caches), None)
     if cache is not None and not isinstance(cache, RecurrentCache):
         raise ValueError(
             f"cache must be a RecurrentCache, got {type(cache).__name__}; give a state as initial_state. If PEFT gave "
@@ -263,10 +263,10 @@ class RecurrentGenerationMixin(GenerationMixin):
             name, unread = "input_ids", input_ids[:, seen:]
         length = unread.shape[1]
         if length == 0:
-            given = "input_ids" if inputs_embeds is None else "inputs_embeds"
+            source = "input_ids" if inputs_embeds is None else "inputs_embeds"
             width = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
             raise ValueError(
-                f"The cache has read {seen} tokens and {given} has {width}: give the whole text so far "
+                f"The cache has read {seen} tokens and {source} has {width}: give the whole text so far "
                 "with the cache, or only the new tokens with initial_state=cache.state (a hybrid needs "
                 "attention_cache=copy.copy(cache) beside it)."
             )
@@ -300,7 +300,7 @@ class RecurrentGenerationMixin(GenerationMixin):
                 cannot be obeyed (`NOT_OBEYED`).
         """
         model: Any = self
-        cache = given_cache(initial_state, **{name: kwargs.pop(name, None) for name in ("cache", *OLD_CACHE_NAMES)})
+        cache = checked_cache(initial_state, **{name: kwargs.pop(name, None) for name in ("cache", *OLD_CACHE_NAMES)})
         check_prompts(kwargs)
         if virtual_tokens(self) and cache is not None:
             raise ValueError("PEFT reads only the last token after a cache: leave it out and give the whole text.")

@@ -15,8 +15,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
-from .configuration_stateful import extra
-from .modeling_generation import OutputWithCache, RecurrentCache, RecurrentGenerationMixin, given_cache
+from .configuration_stateful import optional_module
+from .modeling_generation import OutputWithCache, RecurrentCache, RecurrentGenerationMixin, checked_cache
 from .modeling_stateful import StatefulBackbone, StatefulPreTrainedModel
 from .rows import Rows, read_inputs
 from .state_value import RecurrentState, state_dtype
@@ -39,22 +39,22 @@ class StatefulCausalLMOutput(OutputWithCache):
 class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
     """A `StatefulBackbone` and a head. A family sets `backbone_class`.
 
-    Args of `forward`, beside those of `StatefulBackbone`:
+    Args of `forward`, in addition to those of `StatefulBackbone`:
         labels: (B, T), shifted inside as in Transformers; -100 is ignored. With padding on the left, the first real
             token of a row has nothing before it and is not scored, nor is the first token of a sequence in a packed
             row.
-        logits_to_keep: Compute only the last so many logits, or those at the given positions; 0 for all.
+        logits_to_keep: Compute only the last so many logits, or those at these positions; 0 for all.
         past_key_values: `cache` under its name before Transformers 5.24.
         num_items_in_batch: Number of tokens that the summed loss is divided by, as Trainer passes it. Transformers'
             own Trainer also counts labels that are not scored, which makes loss and gradients too small: set those
             labels to -100 in the data. The trainers of hf_recurrent_lengthgen count scored labels only.
         sequence_group: As in `StatefulBackbone`. Targets then come as `shift_labels`, since that of the last token is
-            in the next piece. With `num_items_in_batch`, the targets of all pieces, the losses of the processes sum
+            in the next chunk. With `num_items_in_batch`, the targets of all chunks, the losses of the processes sum
             up to that of the whole rows; without it each is a mean over its own targets.
         skip_logits: Return the loss without logits, as Liger Kernel's models do. Where all of them would be many, they
             are computed in chunks of tokens (modeling_loss.py).
         others: `shift_labels` (B, T), labels that the caller has shifted, as in the losses of Transformers: the
-            target of output t is at t, so that a piece of a sequence is also scored on the token after it. They
+            target of output t is at t, so that a chunk of a sequence is also scored on the token after it. They
             replace `labels`. Outputs before the first real token of a row are not scored. (In the signature,
             Trainer would expect them in every batch.) Also those of the backbone.
     """
@@ -120,10 +120,10 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
         """
         shift_labels: Tensor | None = others.pop("shift_labels", None)
         names = {"past_key_values": past_key_values, "cache_params": others.pop("cache_params", None)}
-        cache = given_cache(initial_state, cache=cache, **names)
+        cache = checked_cache(initial_state, cache=cache, **names)
         rows = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others, sequence_group)
         if sequence_group is not None:
-            extra("rows_shared").check_targets(labels, shift_labels, rows.real, sequence_group)
+            optional_module("rows_shared").check_targets(labels, shift_labels, rows.real, sequence_group)
         output = self.base_model(
             input_ids,
             rows=rows,
@@ -142,7 +142,7 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
             hidden_states = hidden_states[:, kept]
         targets = labels, shift_labels, rows, num_items_in_batch
         if skip_logits and not torch.compiler.is_compiling():
-            loss, logits = extra("modeling_loss").loss_without_logits(self, hidden_states, *targets), None
+            loss, logits = optional_module("modeling_loss").loss_without_logits(self, hidden_states, *targets), None
         else:
             logits = self.logits_of(hidden_states)
             loss = self._loss_of(logits, *targets)
@@ -169,9 +169,9 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | None:
         """The loss of labels, or of shifted ones; None without any."""
-        for name, given in (("labels", labels), ("shift_labels", shift_labels)):
-            if given is not None and given.shape != logits.shape[:2]:
-                raise ValueError(f"{name} must have shape {tuple(logits.shape[:2])}, got {tuple(given.shape)}.")
+        for name, value in (("labels", labels), ("shift_labels", shift_labels)):
+            if value is not None and value.shape != logits.shape[:2]:
+                raise ValueError(f"{name} must have shape {tuple(logits.shape[:2])}, got {tuple(value.shape)}.")
         further = {}
         if shift_labels is not None:
             further["shift_labels"] = scored_labels(shift_labels, rows, shifted=True).contiguous()

@@ -2,7 +2,7 @@
 
 A family supplies its blocks, initialization and names, this file the contract:
 
-- `initial_state` in, `final_state` out, gradients through both; no state given is the zero state, exactly, or the
+- `initial_state` in, `final_state` out, gradients through both; by default from the zero state, exactly, or the
   active learned state, if there is one.
 - Padding never touches the state; the output at a padding position is that of the last real token before it.
 - Packed rows: each sequence of a row, told apart by positions, runs from its own state.
@@ -22,19 +22,19 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import can_return_tuple
 
-from .configuration_stateful import OLD_CACHE_NAMES, extra
+from .configuration_stateful import OLD_CACHE_NAMES, optional_module
 from .layers_mixer import MixerLayer
-from .modeling_generation import OutputWithCache, RecurrentCache, given_cache
+from .modeling_generation import OutputWithCache, RecurrentCache, checked_cache
 from .rows import Rows, read_inputs
 from .rows_moved import MovedRows
 from .state_value import (
     LayerShape,
     LearnedStatesMixin,
     RecurrentState,
-    check_given_state,
+    check_initial_state,
     check_state,
     learned_row,
-    own_state,
+    mutable_state,
     state_dtype,
     state_to,
     zero_state,
@@ -60,7 +60,7 @@ class StatefulModelOutput(OutputWithCache):
 
 
 def refuse_reentrant(settings: dict[str, Any] | None) -> None:
-    """Raise a `ValueError` for reentrant activation checkpointing, torch's default of given settings."""
+    """Raise a `ValueError` for reentrant activation checkpointing, torch's default if there are settings."""
     if settings is not None and settings.get("use_reentrant", True):
         raise ValueError(
             "Reentrant activation checkpointing loses the gradients through recurrent states: "
@@ -101,7 +101,7 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
         shapes = tuple(layer.scan_mixer.state_shape for layer in layers)
         if (window := (self.config.forgetting or {}).get("window")) is None:
             return shapes
-        return tuple(extra("scan_window").window_shape(window, shape) for shape in shapes)
+        return tuple(optional_module("scan_window").window_shape(window, shape) for shape in shapes)
 
     @property
     def stateless_layers(self) -> list[int]:
@@ -161,14 +161,14 @@ class StatefulBackbone(StatefulPreTrainedModel):
         hidden_states: (B, T, D).
         state: `LayerState` before the first token.
         rows: Its rows, each one sequence with padding at its end only; None if all tokens are real and no other
-            process has a piece of them.
+            process has a chunk of them.
         and what `layer_inputs` gives it,
 
     and returns outputs (B, T, D) and the `LayerState` after the last real token of each row. What it returns beyond
     that, (B, T, ...) each, all later layers take as their last inputs.
 
     Args of `forward`:
-        input_ids: (B, T). Exactly one of `input_ids` and `inputs_embeds` is given.
+        input_ids: (B, T). Exactly one of `input_ids` and `inputs_embeds`.
         attention_mask: (B, T), 1 at real tokens and 0 at padding, anywhere in a row; with a cache also
             (B, `cache.tokens_seen` + T).
         initial_state: State before the first token; None is the active learned state (state_learned.py), or zero.
@@ -185,9 +185,9 @@ class StatefulBackbone(StatefulPreTrainedModel):
             initial state, and `final_state` is that of the last one. Under torch.compile, reading positions breaks
             the graph.
         token_type_ids: (B, T), as tokenizers return them; ignored, since there are no token types.
-        sequence_group: Processes that share the rows, each with a piece of them, in the order of time
+        sequence_group: Processes that share the rows, each with a chunk of them, in the order of time
             (rows_shared.py). All give the same `initial_state`, that before the whole rows, and get the same
-            `final_state`, that after them. Packed rows need `seq_idx`, counted over the pieces.
+            `final_state`, that after them. Packed rows need `seq_idx`, counted over the chunks.
         rows: The rows, where they have been read already, in place of what describes them.
         others: Other forms of packed rows that collators give (rows.py): `seq_idx` (B, T), the number of each token's
             sequence, and `cu_seq_lens_q`, their borders. Other arguments are refused.
@@ -207,7 +207,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
             layer.scan_mixer.layer = number  # type: ignore[union-attr]
         setattr(self, self.layers_name, layers)
         setattr(self, self.norm_name, self.make_norm(config))
-        if config.learned_states is not None and (states := extra("state_learned")).recorded(config)["names"]:
+        states = None if config.learned_states is None else optional_module("state_learned")
+        if states is not None and states.recorded(config)["names"]:
             self.learned_states = states.LearnedStates(config)  # type: ignore[misc]
             self._keep_in_fp32_modules_strict = {"learned_states"}
         self.gradient_checkpointing = False
@@ -218,7 +219,6 @@ class StatefulBackbone(StatefulPreTrainedModel):
         return nn.ModuleList(self.make_layer(config, layer) for layer in range(config.num_hidden_layers))
 
     def make_layer(self, config: Any, layer: int) -> MixerLayer:
-        """One layer."""
         raise NotImplementedError
 
     def make_norm(self, config: Any) -> nn.Module:
@@ -252,7 +252,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
             ValueError: for arguments that contradict each other, do not fit, or do not apply to recurrent models.
         """
         names = {name: others.pop(name, None) for name in OLD_CACHE_NAMES}
-        cache = given_cache(initial_state, cache=cache, **names)
+        cache = checked_cache(initial_state, cache=cache, **names)
         if rows is None:
             rows = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others, sequence_group)
         batch_size, length = rows.shape
@@ -268,7 +268,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         state = self._starting_state(initial_state, cache, batch_size, hidden_states.device)
         moved = MovedRows.of(rows)
         if own and moved is None:
-            state = own_state(state)
+            state = mutable_state(state)
         caches = use_cache or cache is not None
         through = self._through_layers if rows.starts is None else self._through_sequences
         keep_states = caches or output_final_state
@@ -332,7 +332,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         shapes, dtype = self.state_shapes(), state_dtype(self.dtype)
         if initial_state is not None:
             initial_state = check_state(initial_state, shapes, batch_size, device, dtype)
-            check_given_state(initial_state)
+            check_initial_state(initial_state)
             return initial_state
         if cache is not None and (state := cache.state_for(batch_size)) is not None:
             return check_state(state, shapes, batch_size, device, dtype, "cache.state")

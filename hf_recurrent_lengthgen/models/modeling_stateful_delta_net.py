@@ -28,7 +28,6 @@ class StatefulDeltaNetMixer(DeltaMixer):
             self.g_proj = nn.Linear(config.hidden_size, self.heads * self.value_dim, bias=False)
 
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
         x, config = hidden_states, self.config
         backend = self.backend_for(x)
         q, k, v, conv = self.project(x, state, rows, backend)

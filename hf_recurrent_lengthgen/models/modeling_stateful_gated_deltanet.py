@@ -30,7 +30,6 @@ class StatefulGatedDeltaNetMixer(DeltaMixer):
             self.g_proj = nn.Linear(D, self.heads * self.value_dim, bias=False)
 
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
         x, wide, config = hidden_states, state.recurrent.dtype, self.config
         backend = self.backend_for(x)
         q, k, v, conv = self.project(x, state, rows, backend)

@@ -61,7 +61,6 @@ class StatefulGLAMixer(ShortConvMixer):
         self.o_proj = nn.Linear(inner, D, bias=False)
 
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
         config = self.config
         backend = self.backend_for(hidden_states)
         parts = [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]

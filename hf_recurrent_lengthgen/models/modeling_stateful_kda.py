@@ -31,7 +31,6 @@ class StatefulKDAMixer(DeltaMixer):
         self.g_proj = nn.Sequential(nn.Linear(D, rank, bias=False), nn.Linear(rank, H * P))
 
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
         x, wide, bound = hidden_states, state.recurrent.dtype, self.config.lower_bound
         backend = self.backend_for(x)
         q, k, v, conv = self.project(x, state, rows, backend)

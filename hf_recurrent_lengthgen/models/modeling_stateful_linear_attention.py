@@ -102,7 +102,6 @@ class StatefulLinearAttentionMixer(ScanMixer):
         return LayerShape((self.heads, self.value_dim + self.config.norm_feature_map, self.features), (0,))
 
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
         config = self.config
         backend = self.backend_for(hidden_states)
         q = self.feature_map_q(self.q_proj(hidden_states).unflatten(-1, (self.heads, -1)))

@@ -161,13 +161,11 @@ class StatefulMambaMixer(ScanMixer):
         return LayerShape((inner, self.state_size), (inner, self.config.conv_kernel - 1))
 
     def kernel_limit(self, dtype: torch.dtype) -> str:
-        """See `ScanMixer`."""
         if self.state_size > 256:
             return f"a state_size of at most 256, got {self.state_size}"
         return super().kernel_limit(dtype)
 
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
         backend = self.backend_for(hidden_states)
         conv_input, gate = self.in_proj(hidden_states).chunk(2, -1)
 

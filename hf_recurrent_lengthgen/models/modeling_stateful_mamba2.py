@@ -177,7 +177,6 @@ class StatefulMamba2Mixer(ScanMixer):
         return {"x": self.inner_size, "B": bc, "C": bc}
 
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
         least, largest = self.config.time_step_limit
         of_scan = self.n_groups, self.state_size, self.config.chunk_size, least, largest
         of_norm = self.inner_size // self.n_groups, self.norm.eps

@@ -95,7 +95,6 @@ class StatefulMamba3Mixer(ScanMixer):
         return {"x": self.sizes[1], "B": self.sizes[2]}
 
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
         backend = self.backend_for(hidden_states)
         z, x, B, C, dt, rates, share, w = self.in_proj(hidden_states).split(self.sizes, -1)
         B, C = (
@@ -152,7 +151,6 @@ class StatefulMamba3Block(MixerBlock):
 
     @over_groups
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
         hidden_states, state = super().forward(hidden_states, state, rows)
         if self.mlp is not None:
             hidden_states = hidden_states + self.mlp(self.norm2(hidden_states.to(self.norm2.weight.dtype)))

@@ -105,7 +105,7 @@ class StatefulRWKV6TimeMixing(RWKVTimeMixing):
 
 
 class StatefulRWKV6ChannelMixing(nn.Module):
-    """`sigmoid(receptance) * value(relu(key)^2)`; a width that is not given is rounded up to a multiple of 32."""
+    """`sigmoid(receptance) * value(relu(key)^2)`; without a width, it is rounded up to a multiple of 32."""
 
     def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:
         super().__init__()

@@ -63,7 +63,6 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
         self.g_norm = HeadNorm(values, eps)
 
     def kernel_limit(self, dtype: torch.dtype) -> str:
-        """See `ScanMixer`."""
         return super().kernel_limit(dtype) or kernel_limit_of(self.key_dim)
 
     def forward(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from .configuration_stateful import extra
+from .configuration_stateful import optional_module
 
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
 LONGEST = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k")
@@ -37,10 +37,10 @@ class Rows(NamedTuple):
         real: (B, T) bool, true at real tokens; None if all are.
         starts: (B, T) bool, where sequences begin inside rows; None if none does. The first real token of a row
             begins no sequence: it continues from the row's initial state.
-        group: The processes that share the rows, each with a piece of them, in the order of time (rows_shared.py);
+        group: The processes that share the rows, each with a chunk of them, in the order of time (rows_shared.py);
             None for whole rows.
-        ended: For layers, in packed rows with a `group`: (B,) bool, where the sequence that enters the piece ends in
-            it. The layer then gets 2 B rows, the sequences that enter the piece, and the last ones of each row, which
+        ended: For layers, in packed rows with a `group`: (B,) bool, where the sequence that enters the chunk ends in
+            it. The layer then gets 2 B rows, the sequences that enter the chunk, and the last ones of each row, which
             begin in it.
     """
 
@@ -70,12 +70,12 @@ def read_inputs(
     others: dict[str, Any],
     group: ProcessGroup | None = None,
 ) -> Rows:
-    """Check what a model is given, and read its rows; arguments as in `StatefulBackbone.forward`."""
-    given = sorted(name for name, x in others.items() if x is not None and x is not False and name not in LAYOUT)
-    if given:
+    """Check the inputs of a model, and read its rows; arguments as in `StatefulBackbone.forward`."""
+    unknown = sorted(name for name, x in others.items() if x is not None and x is not False and name not in LAYOUT)
+    if unknown:
         raise ValueError(
-            f"A recurrent model does not take the arguments {given}: remove them."
-            + " It has no attentions to return." * ("output_attentions" in given)
+            f"A recurrent model does not take the arguments {unknown}: remove them."
+            + " It has no attentions to return." * ("output_attentions" in unknown)
         )
     rows = {name: x for name, x in others.items() if name in LAYOUT and x is not None}
     rows |= {"attention_mask": attention_mask, "position_ids": position_ids}
@@ -86,47 +86,47 @@ def read_inputs(
     if wrong or cache is not None:
         raise ValueError(
             f"With a sequence_group, leave {', '.join(wrong) or 'cache'} out: packed rows take seq_idx, "
-            "counted over the pieces, and states go in as initial_state and out as final_state."
+            "counted over the chunks, and states go in as initial_state and out as final_state."
         )
     shape = token_shape(input_ids, inputs_embeds)
     real = real_tokens(mask_of_new_tokens(attention_mask, 0, shape))
-    return extra("rows_shared").read_piece(rows.get("seq_idx"), shape, real, group)
+    return optional_module("rows_shared").read_chunk(rows.get("seq_idx"), shape, real, group)
 
 
-def read_rows(given: Mapping[str, Any], seen: int = 0) -> Rows:
+def read_rows(inputs: Mapping[str, Any], seen: int = 0) -> Rows:
     """The rows of a call. Where sequences may begin inside them, reading breaks compiled graphs.
 
     Positions that count up tell nothing, wherever they start; where they restart, at 0 or at the first position of the
     row, a sequence begins. Padding is skipped.
 
     Args:
-        given: The arguments of the call: `input_ids` or `inputs_embeds`, and any of `LAYOUT`.
+        inputs: The arguments of the call: `input_ids` or `inputs_embeds`, and any of `LAYOUT`.
         seen: Tokens before those of the call, for which a mask (B, seen + T) may have columns, too.
 
     Raises:
         ValueError: for forms of another shape or kind, that no recurrent model can follow, or that contradict each
             other.
     """
-    shape = token_shape(given.get("input_ids"), given.get("inputs_embeds"))
-    real = real_tokens(mask_of_new_tokens(given.get("attention_mask"), seen, shape))
-    said = {name: given[name] for name in ("position_ids", "seq_idx", *BORDERS) if given.get(name) is not None}
-    if said:
-        return Rows(shape, real, _starts(said, shape, real))
+    shape = token_shape(inputs.get("input_ids"), inputs.get("inputs_embeds"))
+    real = real_tokens(mask_of_new_tokens(inputs.get("attention_mask"), seen, shape))
+    forms = {name: inputs[name] for name in ("position_ids", "seq_idx", *BORDERS) if inputs.get(name) is not None}
+    if forms:
+        return Rows(shape, real, _starts(forms, shape, real))
     if real is None and not torch.compiler.is_compiling():
-        shorter = [name for name in LONGEST if given.get(name) is not None and int(given[name]) < shape[1]]
+        shorter = [name for name in LONGEST if inputs.get(name) is not None and int(inputs[name]) < shape[1]]
         if shorter:
             raise ValueError(
-                f"{shorter[0]} is {int(given[shorter[0]])}, but rows have {shape[1]} tokens: say where sequences "
+                f"{shorter[0]} is {int(inputs[shorter[0]])}, but rows have {shape[1]} tokens: say where sequences "
                 "begin (position_ids, seq_idx or cu_seq_lens_q)."
             )
     return Rows(shape, real)
 
 
 @torch.compiler.disable
-def _starts(said: dict[str, Any], shape: tuple[int, int], real: Tensor | None) -> Tensor | None:
-    """Where sequences begin inside rows, (B, T), from what is said about it; None if none does."""
+def _starts(forms: dict[str, Any], shape: tuple[int, int], real: Tensor | None) -> Tensor | None:
+    """Where sequences begin inside rows, (B, T), from the forms that tell it; None if none does."""
     by_form: dict[str, Tensor] = {}
-    for name, value in said.items():
+    for name, value in forms.items():
         if name in BORDERS:
             by_form[name] = _begins(name, value, shape, real)
             continue
@@ -141,14 +141,14 @@ def _starts(said: dict[str, Any], shape: tuple[int, int], real: Tensor | None) -
     return starts if starts is not None and bool(starts.any()) else None
 
 
-def check_prompts(given: Mapping[str, Any]) -> None:
+def check_prompts(inputs: Mapping[str, Any]) -> None:
     """Refuse what tells sequences apart in prompts, and `generate` cannot extend token by token: all but positions."""
-    if wrong := [name for name in LAYOUT[2:] if given.get(name) is not None]:
+    if wrong := [name for name in LAYOUT[2:] if inputs.get(name) is not None]:
         raise ValueError(f"generate takes one sequence per row, and no {' and no '.join(wrong)}: unpack the rows.")
 
 
 def token_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
-    """(B, T). Raises a `ValueError` if not exactly one of both is given, or it has no tokens."""
+    """(B, T). Raises a `ValueError` unless there is exactly one of both, with tokens."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Give exactly one of input_ids and inputs_embeds.")
     batch_size, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]  # type: ignore[union-attr]

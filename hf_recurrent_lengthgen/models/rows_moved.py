@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .configuration_stateful import extra
+from .configuration_stateful import optional_module
 from .rows import Rows
 from .state_value import LayerState, layer_state
 
@@ -58,17 +58,17 @@ class MovedRows(NamedTuple):
 
     @classmethod
     @torch.compiler.disable
-    def of_sequences(cls, given: Rows, together: bool = False) -> "MovedRows":
-        """The sequences of rows, of which `starts` or `real` are given.
+    def of_sequences(cls, whole: Rows, together: bool = False) -> "MovedRows":
+        """The sequences of rows, with `starts` or `real`.
 
         Where processes share the rows, their first real tokens may begin a sequence, too. The first group then has the
         B sequences that enter, and the B last ones that begin in the rows, or nothing. With `together` there is one
         group, whatever the lengths.
         """
-        like: Any = given.real if given.starts is None else given.starts
-        starts = torch.zeros_like(like) if given.starts is None else given.starts
-        real = torch.ones_like(like) if given.real is None else given.real
-        rows, device, pieces = len(starts), starts.device, given.group is not None
+        like: Any = whole.real if whole.starts is None else whole.starts
+        starts = torch.zeros_like(like) if whole.starts is None else whole.starts
+        real = torch.ones_like(like) if whole.real is None else whole.real
+        rows, device, shared = len(starts), starts.device, whole.group is not None
         inside = starts.cumsum(1)
         last = inside[:, -1].add(1).cumsum(0) - 1  # sequences of each row, the one that enters it among them
         first = last - inside[:, -1]
@@ -83,13 +83,13 @@ class MovedRows(NamedTuple):
 
         ended = last > first
         ends = torch.cat([first, torch.where(ended, last, len(size) - 1)])
-        apart = set(ends.tolist()) if pieces else {len(size) - 1}
+        apart = set(ends.tolist()) if shared else {len(size) - 1}
         members: dict[int, list[int]] = {}
         for index, length in enumerate(size.tolist()):
             if index not in apart:
                 members.setdefault(0 if together else max(length - 1, 0).bit_length(), []).append(index)
         groups = [torch.tensor(indices, device=device) for indices in members.values()]
-        groups = [ends, *groups] if pieces else groups
+        groups = [ends, *groups] if shared else groups
         orders, moved = [], []
         offset, places = torch.empty_like(size), 0
         for group in groups:
@@ -101,8 +101,8 @@ class MovedRows(NamedTuple):
             offset[group] = places + len(steps) * torch.arange(len(group), device=device)
             places += orders[-1].numel()
         members_of = torch.cat(groups)
-        if pieces:
-            moved[0] = (moved[0] or Rows((2 * rows, orders[0].shape[1])))._replace(group=given.group, ended=ended)
+        if shared:
+            moved[0] = (moved[0] or Rows((2 * rows, orders[0].shape[1])))._replace(group=whole.group, ended=ended)
         rank = torch.empty_like(size).scatter(0, members_of, torch.arange(len(members_of), device=device))
         return cls(
             tuple(orders),
@@ -113,7 +113,7 @@ class MovedRows(NamedTuple):
         )
 
     @property
-    def _in_pieces(self) -> bool:
+    def _is_shared(self) -> bool:
         return self.groups[0] is not None and self.groups[0].ended is not None
 
     def to_front(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -135,11 +135,11 @@ class MovedRows(NamedTuple):
         new = layer_state(part.new_zeros(1, *part.shape[1:]) for part in state) if new is None else new
         padded = [torch.cat([part, other]) for part, other in zip(state, new, strict=True)]
         found = [layer_state(part[owner] for part in padded) for owner in self.owners]
-        return tuple([state, *found[1:]] if self._in_pieces else found)
+        return tuple([state, *found[1:]] if self._is_shared else found)
 
     def final_states(self, states: tuple[LayerState, ...]) -> LayerState:
         """The state after the last sequence of each row."""
-        if not self.owners or self._in_pieces:
+        if not self.owners or self._is_shared:
             return states[0]
         return layer_state(torch.cat(parts)[self.last] for parts in zip(*states, strict=True))
 
@@ -155,7 +155,7 @@ def over_groups(forward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
         if isinstance(hidden_states, Tensor):
             return forward(self, hidden_states, state, rows, *inputs)
         results = [
-            forward(self, *group, *(given[index] if isinstance(given, tuple) else given for given in inputs))
+            forward(self, *group, *(each[index] if isinstance(each, tuple) else each for each in inputs))
             for index, group in enumerate(zip(hidden_states, state, rows, strict=True))
         ]
         return tuple(zip(*results, strict=True))
@@ -205,7 +205,7 @@ def inputs_around(inputs: Sequence[Tensor], initial_state: Tensor, rows: Rows | 
     ]
     real = torch.full((batch,), length, device=initial_state.device) if lengths is None else lengths
     count = real.clamp(max=initial_state.shape[2])
-    return extra("rows_shared").inputs_before(joined(tails, 1), count, initial_state, rows)
+    return optional_module("rows_shared").inputs_before(joined(tails, 1), count, initial_state, rows)
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -1,14 +1,14 @@
-"""One sequence on several processes (context parallelism): each holds a piece of every row, in the order of time.
+"""One sequence on several processes (context parallelism): each holds a chunk of every row, in the order of time.
 
-What a piece does to a state is an affine map, S_out = A S_in + B. Each process computes A and B of its own piece. One
+What a chunk does to a state is an affine map, S_out = A S_in + B. Each process computes A and B of its own chunk. One
 gather per layer shows all maps to all processes, and each folds them from the state before the whole sequence: this
 gives its own exact initial state, and the state after the whole sequence. The backward pass is the reverse gather, by
-autograd of `torch.distributed`. Convolutions and token shifts gather the last inputs of each piece.
+autograd of `torch.distributed`. Convolutions and token shifts gather the last inputs of each chunk.
 
 A loss is the sum over all processes. So the gradient of a parameter, or of the state before the sequence, is the sum
 of the gradients of all processes, and a loss on the state after it belongs to one of them, or a share to each.
 
-Shapes: B rows, T tokens of the piece, F numbers of a row.
+Shapes: B rows, T tokens of the chunk, F numbers of a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,21 +21,21 @@ from torch.distributed import ProcessGroup
 
 from .modeling_heads import IGNORED_LABEL
 from .rows import Rows, changes, checked_numbers
-from .scan_pieces import AffineMap
+from .scan_affine import AffineMap
 
 
 @torch.compiler.disable
-def read_piece(seq_idx: Any, shape: tuple[int, int], real: Tensor | None, group: Any) -> Rows:
-    """A piece of rows that the processes of `group` share.
+def read_chunk(seq_idx: Any, shape: tuple[int, int], real: Tensor | None, group: Any) -> Rows:
+    """A chunk of rows that the processes of `group` share.
 
     Args:
-        seq_idx: The number of each token's sequence, (B or 1, T), counted over the pieces; None for one sequence.
-        shape: (B, T) of the piece.
+        seq_idx: The number of each token's sequence, (B or 1, T), counted over the chunks; None for one sequence.
+        shape: (B, T) of the chunk.
         real: (B, T) bool, true at real tokens; None if all are.
         group: The processes, in the order of time; all of them call this function.
 
     Returns:
-        The rows; `starts` are also true at the first real token of the piece if the one before it has another number.
+        The rows; `starts` are also true at the first real token of the chunk if the one before it has another number.
 
     Raises:
         ValueError: for numbers of another shape or kind, or that go down.
@@ -49,31 +49,31 @@ def read_piece(seq_idx: Any, shape: tuple[int, int], real: Tensor | None, group:
     first, last = is_real.long().argmax(1), (places * is_real).argmax(1)
     edges = [numbers.gather(1, place[:, None])[:, 0] for place in (first, last)]
     seen, before = torch.zeros_like(any_real), torch.zeros_like(first)
-    pieces = gathered(torch.stack([any_real.long(), edges[1]]), group)
-    for has, number in pieces[: torch.distributed.get_rank(group)]:
+    chunks = gathered(torch.stack([any_real.long(), edges[1]]), group)
+    for has, number in chunks[: torch.distributed.get_rank(group)]:
         seen, before = seen | has.bool(), torch.where(has.bool(), number, before)
     entered = any_real & seen
     if bool((entered & (edges[0] < before)).any()):
-        raise ValueError("seq_idx goes down from one piece to the next: count sequences over the whole row.")
+        raise ValueError("seq_idx goes down from one chunk to the next: count sequences over the whole row.")
     starts = starts.scatter(1, first[:, None], (entered & (edges[0] > before))[:, None])
     return Rows(shape, real, starts if bool(starts.any()) else None, group)
 
 
-def scan_piece(
+def scan_chunk(
     rows: Rows,
     scan: Callable[..., tuple[Tensor, Tensor]],
-    piece: Callable[..., AffineMap],
+    affine_map: Callable[..., AffineMap],
     inputs: Sequence[Tensor],
     state: Tensor,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Outputs of the piece, and the state after the whole sequence, from the `state` before it.
+    """Outputs of the chunk, and the state after the whole sequence, from the `state` before it.
 
-    `piece` takes the inputs of `scan` before the state, in the dtype of the state, and its options.
+    `affine_map` takes the inputs of `scan` before the state, in the dtype of the state, and its options.
     """
     assert rows.group is not None
     with torch.autocast(state.device.type, enabled=False):
-        found = piece(*(x.to(state.dtype) for x in inputs), **options)
+        found = affine_map(*(x.to(state.dtype) for x in inputs), **options)
         factor, written = found.factor, found.written
         ends = state.new_zeros(len(state), 1)
         if rows.ended is not None:
@@ -90,7 +90,7 @@ def scan_piece(
 
 
 def _with_later(before: Tensor, rows: Rows) -> Tensor:
-    """A part of the states before the sequences of the call; those that begin in the piece start from zero."""
+    """A part of the states before the sequences of the call; those that begin in the chunk start from zero."""
     return before if rows.ended is None else torch.cat([before, torch.zeros_like(before)])
 
 
@@ -121,20 +121,20 @@ def gathered(x: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
 
 
 def inputs_before(tail: Tensor, count: Tensor, before: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """The last K inputs before the rows of this piece, and before the end of the sequence.
+    """The last K inputs before the rows of this chunk, and before the end of the sequence.
 
     Args:
-        tail: The last K inputs of this piece, (B, C, K); zeros stand before them where there are fewer.
+        tail: The last K inputs of this chunk, (B, C, K); zeros stand before them where there are fewer.
         count: How many of these are real, (B,).
         before: The last K inputs before the whole sequence, (B, C, K).
-        rows: Of this piece.
+        rows: Of this chunk.
 
     Returns:
         (B, C, K) each; the first (2 B, C, K) where the rows have `ended`.
     """
     assert rows.group is not None
     columns = before.shape[2]
-    if rows.ended is not None:  # a sequence that began in the piece has nothing before it
+    if rows.ended is not None:  # a sequence that began in the chunk has nothing before it
         (entering, last), ended = tail.chunk(2), rows.ended
         tail = torch.where(ended[:, None, None], last, entering)
         count = torch.where(ended, columns, count[: len(ended)])
@@ -151,7 +151,7 @@ def inputs_before(tail: Tensor, count: Tensor, before: Tensor, rows: Rows) -> tu
 
 
 class _Fold(torch.autograd.Function):
-    """The states before one piece and after all, from the state before all and the maps of all pieces, (B, F) each.
+    """The states before one chunk and after all, from the state before all and the maps of all chunks, (B, F) each.
 
     A map is its factor, what it writes, and whether the sequence that enters ended: then nothing of the state before
     goes on, not even a NaN, which a factor of zero would let through.
@@ -203,17 +203,17 @@ def _folded(state: Tensor, is_matrix: bool, shape: torch.Size, maps: Sequence[Te
 def check_targets(
     labels: Tensor | None, shift_labels: Tensor | None, real: Tensor | None, group: ProcessGroup
 ) -> None:
-    """Refuse targets that a piece of rows cannot score."""
+    """Refuse targets that a chunk of rows cannot score."""
     if labels is not None:
         raise ValueError(
             "With a sequence_group, give shift_labels in place of labels: the target of the last token is in the next "
-            "piece."
+            "chunk."
         )
     if shift_labels is None or real is None or dist.get_rank(group) == 0:
         return
     unread = real.long().cumsum(1) == 0
     if bool((unread & (shift_labels != IGNORED_LABEL)).any()):
         raise ValueError(
-            "A target stands at padding in the beginning of a piece, but its output is that of the last real token, "
-            "in another piece: set it to -100, or pad rows at their ends."
+            "A target stands at padding in the beginning of a chunk, but its output is that of the last real token, "
+            "in another chunk: set it to -100, or pad rows at their ends."
         )

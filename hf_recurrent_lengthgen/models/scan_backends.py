@@ -1,4 +1,4 @@
-"""What all scans share: the choice of the implementation, its dtype, and cutting into pieces.
+"""What all scans share: the choice of the implementation, its dtype, and cutting into blocks.
 
 A scan is a recurrence over time with any initial state and a final state. Every file `scan_*.py` has a chunked
 form in plain torch whose backward pass recomputes what is inside a chunk, a step for one token, and a GPU kernel, all
@@ -203,13 +203,13 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
-def even_pieces(length: int, size: int) -> list[slice]:
-    """Cut a length into pieces of about `size`, all of one size but the last: 65 are one piece of 65, not 64 + 1."""
+def even_blocks(length: int, size: int) -> list[slice]:
+    """Cut a length into blocks of about `size`, all of one size but the last: 65 are one block of 65, not 64 + 1."""
     even = -(-length // max(1, round(length / size)))
     return [slice(start, min(start + even, length)) for start in range(0, length, even)]
 
 
-def scan_in_pieces(
+def scan_in_blocks(
     scan: Callable[..., tuple[Tensor, Tensor]],
     over_time: Sequence[Tensor],
     initial_state: Tensor,

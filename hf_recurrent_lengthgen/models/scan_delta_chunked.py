@@ -223,7 +223,7 @@ def _inverse(lower: Tensor) -> Tensor:
 
 
 class PairGradients(NamedTuple):
-    """Of readers (Z, R, Q, N), writers (Z, W, Q, N), and gates as they were given."""
+    """Of readers (Z, R, Q, N), writers (Z, W, Q, N), and gates."""
 
     readers: Tensor
     writers: Tensor

@@ -1,4 +1,4 @@
-"""Kernels of flash-linear-attention (fla): found where they are installed, and fed in pieces that they can take.
+"""Kernels of flash-linear-attention (fla): found where they are installed, and fed in blocks that they can take.
 
 They carry a float32 state from call to call, but multiply float32 matrices in TF32, below float32 round the states
 between their chunks to the dtype of the inputs, and take differences of cumulated gates: gates of hundreds blur the
@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .scan_backends import ScanBackend, scan_in_pieces
+from .scan_backends import ScanBackend, scan_in_blocks
 
-# fla's kernels have chunks of 64 tokens if not told, and a grid at most 65535 blocks in its second and third axis.
-# Offsets have 64 bits, with exceptions among releases: larger inputs go in groups of rows and in pieces of tokens.
+# fla's kernels have chunks of 64 tokens by default, and a grid at most 65535 blocks in its second and third axis.
+# Offsets have 64 bits, with exceptions among releases: larger inputs go in groups of rows and in blocks of tokens.
 _KERNEL_CHUNK = 64
 _KERNEL_MAX_TOKENS = 65_535 * _KERNEL_CHUNK
 _KERNEL_MAX_ELEMENTS = 2**30
@@ -93,7 +93,7 @@ def scan_with_fla(
     initial_state: Tensor,
     chunk: int = _KERNEL_CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Call a scan of fla in pieces that it can take.
+    """Call a scan of fla in blocks that it can take.
 
     Its states are (B, H, N, P), and since 0.6 ours by an option that RWKV's do not have: without it they are copied,
     unless `initial_state` is the transpose of such a state, as of a hybrid; then the result is one, too.
@@ -104,8 +104,8 @@ def scan_with_fla(
     whole = initial_state.is_contiguous()
     options = {"state_v_first": True} if whole and "state_v_first" in inspect.signature(scan).parameters else {}
 
-    def piece(*pieces: Tensor) -> tuple[Tensor, Tensor]:
-        *over_time, state = pieces
+    def block(*blocks: Tensor) -> tuple[Tensor, Tensor]:
+        *over_time, state = blocks
         return scan(*over_time, scale=1.0, initial_state=state, output_final_state=True, **options)
 
     tokens = min(_KERNEL_MAX_TOKENS, chunk * max(1, _KERNEL_MAX_ELEMENTS // state))
@@ -114,7 +114,7 @@ def scan_with_fla(
     elements = chunks * max(chunk * heads * max(initial_state.shape[2:]), state)
     rows = max(1, min(_KERNEL_MAX_ELEMENTS // elements, _KERNEL_MAX_HEADS // heads))
     before = initial_state if options else initial_state.mT
-    y, final_state = scan_in_pieces(piece, inputs, before.contiguous(), rows, tokens)
+    y, final_state = scan_in_blocks(block, inputs, before.contiguous(), rows, tokens)
     final_state = (final_state if options else final_state.mT).to(initial_state.dtype)
     return y.to(inputs[0].dtype), final_state.contiguous() if whole else final_state
 

@@ -64,13 +64,15 @@ class Forgetting(NamedTuple):
     @classmethod
     def of(cls, config: Any, layer: int | None = None) -> "Forgetting":
         """The rule in the `forgetting` of a configuration, for one layer or all; without one it changes nothing."""
-        given = getattr(config, "forgetting", None)
-        if given is None:
+        settings = getattr(config, "forgetting", None)
+        if settings is None:
             return NO_FORGETTING
-        if not isinstance(given, Mapping) or not set(given) <= set(cls._fields):
-            raise ValueError(f"forgetting must be None or a mapping with some of {list(cls._fields)}, got {given!r}.")
+        if not isinstance(settings, Mapping) or not set(settings) <= set(cls._fields):
+            raise ValueError(
+                f"forgetting must be None or a mapping with some of {list(cls._fields)}, got {settings!r}."
+            )
         layers = getattr(config, "num_hidden_layers", None)
-        return cls(**{name: _checked(name, value, layers, layer) for name, value in given.items()})
+        return cls(**{name: _checked(name, value, layers, layer) for name, value in settings.items()})
 
     @property
     def in_recurrence(self) -> bool:
@@ -189,7 +191,7 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
 
     Args:
         model: A model of a family of this package, also with PEFT adapters.
-        settings: Fields of `Forgetting`. Fields that are not given are off, so no settings switch all forgetting off.
+        settings: Fields of `Forgetting`. Other fields are off, so no settings switch all forgetting off.
 
     Raises:
         ValueError: for a model that cannot forget in this way, and settings out of range.

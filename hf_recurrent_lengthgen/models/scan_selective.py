@@ -113,13 +113,13 @@ def _loop(
         log2_A, state = _log2(A[:, channels]), initial_state[rows, :, channels]
         slabs = _slabs(2, state, min(chunk_size, x.shape[1]))
         for index, start in enumerate(range(0, x.shape[1], chunk_size)):
-            piece = rows, slice(start, start + chunk_size)
+            block = rows, slice(start, start + chunk_size)
             if keep:
                 starts[index, rows, :, channels] = state
-            u_QBD = (dt[piece][..., channels] * x[piece][..., channels]).transpose(0, 1)
-            dt_QBD, B_QBN = dt[piece][..., channels].transpose(0, 1), B[piece].transpose(0, 1)
+            u_QBD = (dt[block][..., channels] * x[block][..., channels]).transpose(0, 1)
+            dt_QBD, B_QBN = dt[block][..., channels].transpose(0, 1), B[block].transpose(0, 1)
             _, states = _states(dt_QBD, log2_A, u_QBD, B_QBN, state, slabs)
-            y[piece][..., channels] = (C[piece].transpose(0, 1)[:, :, None] @ states)[:, :, 0].transpose(0, 1)
+            y[block][..., channels] = (C[block].transpose(0, 1)[:, :, None] @ states)[:, :, 0].transpose(0, 1)
             state = states[-1].clone()
         final_state[rows, :, channels] = state
     return y, final_state, starts
@@ -160,9 +160,9 @@ def _gradients(grad_y: Tensor, grad_final: Tensor, saved: Sequence[Tensor], chun
         log2_A = _log2(A_ND)
         slabs = _slabs(3, grad_state, min(chunk_size, x.shape[1]))
         for index, start in reversed(list(enumerate(range(0, x.shape[1], chunk_size)))):
-            piece = rows, slice(start, start + chunk_size)
-            x_QBD, dt_QBD, grad_y_QBD = (t[piece][..., channels].transpose(0, 1) for t in (x, dt, grad_y))
-            B_QBN, C_QBN = B[piece].transpose(0, 1), C[piece].transpose(0, 1)
+            block = rows, slice(start, start + chunk_size)
+            x_QBD, dt_QBD, grad_y_QBD = (t[block][..., channels].transpose(0, 1) for t in (x, dt, grad_y))
+            B_QBN, C_QBN = B[block].transpose(0, 1), C[block].transpose(0, 1)
             u_QBD, first = dt_QBD * x_QBD, starts[index, rows, :, channels]
             decays, states = _states(dt_QBD, log2_A, u_QBD, B_QBN, first, slabs)
 
@@ -171,16 +171,16 @@ def _gradients(grad_y: Tensor, grad_final: Tensor, saved: Sequence[Tensor], chun
             for now, decay_after, after in reversed(list(zip(g[:-1], decays[1:], g[1:], strict=True))):
                 now.addcmul_(decay_after, after)
 
-            grad_C[piece] += (states @ grad_y_QBD[..., None])[..., 0].transpose(0, 1)
-            grad_B[piece] += (g @ u_QBD[..., None])[..., 0].transpose(0, 1)
+            grad_C[block] += (states @ grad_y_QBD[..., None])[..., 0].transpose(0, 1)
+            grad_B[block] += (g @ u_QBD[..., None])[..., 0].transpose(0, 1)
             grad_u = (B_QBN[:, :, None] @ g)[:, :, 0]
             w = g.mul_(decays)
             grad_state = w[0].clone()
             w[1:].mul_(states[:-1])
             w[0].mul_(first)
             grad_A[:, channels] += torch.mul(w, dt_QBD[:, :, None], out=decays).sum((0, 1))
-            grad_dt[piece][..., channels] = (w.mul_(A_ND).sum(2).addcmul_(grad_u, x_QBD)).transpose(0, 1)
-            grad_x[piece][..., channels] = (grad_u * dt_QBD).transpose(0, 1)
+            grad_dt[block][..., channels] = (w.mul_(A_ND).sum(2).addcmul_(grad_u, x_QBD)).transpose(0, 1)
+            grad_x[block][..., channels] = (grad_u * dt_QBD).transpose(0, 1)
         grad_initial[rows, :, channels] = grad_state
     return grad_initial, grad_x, grad_dt, grad_A, grad_B, grad_C
 

@@ -32,10 +32,10 @@ from .scan_backends import (
     backward_once,
     chunked_scan,
     decayed_and_written,
-    even_pieces,
+    even_blocks,
     read_out,
     run_scan,
-    scan_in_pieces,
+    scan_in_blocks,
 )
 
 try:
@@ -44,7 +44,7 @@ except ImportError:
     mamba_chunk_scan_combined = None
 
 # The kernel computes addresses in 32 bits and is silently wrong or crashes beyond (state-spaces/mamba issue
-# 1015), and a grid holds at most 65535 chunks: larger inputs go through it in groups of rows and in pieces of
+# 1015), and a grid holds at most 65535 chunks: larger inputs go through it in groups of rows and in blocks of
 # tokens with the state carried. Half of the range is left for what its backward pass adds.
 _KERNEL_MAX_TOKENS = 32_768
 _KERNEL_MAX_ELEMENTS = 2**30
@@ -109,7 +109,7 @@ def _scan_with_kernel(inputs: Inputs, initial_state: Tensor, chunk_size: int) ->
             x, dt, A, B, C, chunk_size, D=D, initial_states=state, return_final_states=True
         )
 
-    y, state = scan_in_pieces(scan, (x, dt, B, C), initial_state, *kernel_piece(x, dt, B, chunk_size))
+    y, state = scan_in_blocks(scan, (x, dt, B, C), initial_state, *kernel_block(x, dt, B, chunk_size))
     return y, state.to(initial_state.dtype)
 
 
@@ -118,7 +118,7 @@ def kernel_chunk(chunk_size: int) -> int:
     return min(256, max(16, 1 << (chunk_size - 1).bit_length()))
 
 
-def kernel_piece(x: Tensor, dt: Tensor, B: Tensor, chunk_size: int) -> tuple[int, int]:
+def kernel_block(x: Tensor, dt: Tensor, B: Tensor, chunk_size: int) -> tuple[int, int]:
     """How many rows and tokens the kernel takes in one call."""
     (_, length, heads, head_dim), (groups, state_dim) = x.shape, B.shape[2:]
     state = heads * head_dim * state_dim
@@ -160,20 +160,20 @@ class ChunkedSSD(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         groups = B.shape[2]
         y, from_state = torch.empty_like(x, memory_format=torch.contiguous_format), []
-        pieces = even_pieces(x.shape[1], chunk_size)
+        blocks = even_blocks(x.shape[1], chunk_size)
         first = _to_inner(initial_state, groups)
-        states = first.new_empty(len(pieces) + 1, *first.shape)
+        states = first.new_empty(len(blocks) + 1, *first.shape)
         states[0] = first
-        for index, piece in enumerate(pieces):
-            chunk = _Chunk(x[:, piece], dt[:, piece], g[:, piece], B[:, piece], C[:, piece])
+        for index, block in enumerate(blocks):
+            chunk = _Chunk(x[:, block], dt[:, block], g[:, block], B[:, block], C[:, block])
             y_inside = (chunk.times_CB(chunk.L_BHQQ()) @ chunk.u_BQHP.transpose(1, 2)).transpose(1, 2)
             from_state.append(chunk.heads(chunk.C_ZQN @ states[index]).mul_(chunk.decay_in_BQH[..., None]))
-            y[:, piece] = torch.add(from_state[-1], y_inside).addcmul_(x[:, piece], D[:, None])
+            y[:, block] = torch.add(from_state[-1], y_inside).addcmul_(x[:, block], D[:, None])
             chunk.decay(states[index], out=states[index + 1]).baddbmm_(
                 chunk.B_ZQN.mT, chunk.groups_of(chunk.weighted_u_BQHP())
             )
         ctx.save_for_backward(x, dt, g, B, C, D, states, *from_state)
-        ctx.pieces = pieces
+        ctx.blocks = blocks
         return y, _from_inner(states[-1], initial_state.shape)
 
     @staticmethod
@@ -186,9 +186,9 @@ class ChunkedSSD(torch.autograd.Function):
         grad_D = torch.zeros_like(D)
         grad_out = grad_out.contiguous()  # an expanded gradient, as of a sum, would make matrix products slow
         grad_state = _to_inner(grad_final, B.shape[2])  # of the state after the current chunk
-        for index, piece in reversed(list(enumerate(ctx.pieces))):
-            chunk = _Chunk(x[:, piece], dt[:, piece], g[:, piece], B[:, piece], C[:, piece])
-            grad_y = grad_out[:, piece]
+        for index, block in reversed(list(enumerate(ctx.blocks))):
+            chunk = _Chunk(x[:, block], dt[:, block], g[:, block], B[:, block], C[:, block])
+            grad_y = grad_out[:, block]
             grad_y_BHQP = grad_y.transpose(1, 2)
 
             # within the chunk: M = CB * L
@@ -208,15 +208,15 @@ class ChunkedSSD(torch.autograd.Function):
             # (N, Q): products with the large factor on the left are faster
             grad_B_ZNQ = torch.bmm(chunk.C_ZQN.mT, grad_CB).baddbmm_(grad_state, weighted_u.mT)
             grad_C_ZNQ = torch.bmm(chunk.B_ZQN.mT, grad_CB.mT).baddbmm_(states[index], grad_y_decayed.mT)
-            grad_B[:, piece], grad_C[:, piece] = chunk.ungroup(grad_B_ZNQ.mT), chunk.ungroup(grad_C_ZNQ.mT)
+            grad_B[:, block], grad_C[:, block] = chunk.ungroup(grad_B_ZNQ.mT), chunk.ungroup(grad_C_ZNQ.mT)
 
             # through the decays
-            grad_g[:, piece] = _sums_around(
+            grad_g[:, block] = _sums_around(
                 chunk.times_CB(grad_CB_BHQQ), of_queries, of_keys, through * chunk.decay_in_BQH[:, -1]
             )
-            grad_dt[:, piece] = (grad_u * x[:, piece]).sum(-1)
-            grad_D += (grad_y * x[:, piece]).sum((0, 1, 3))
-            grad_x[:, piece] = grad_u.mul_(dt[:, piece, :, None]).addcmul_(grad_y, D[:, None])
+            grad_dt[:, block] = (grad_u * x[:, block]).sum(-1)
+            grad_D += (grad_y * x[:, block]).sum((0, 1, 3))
+            grad_x[:, block] = grad_u.mul_(dt[:, block, :, None]).addcmul_(grad_y, D[:, None])
             chunk.decay(grad_state, out=grad_state).baddbmm_(chunk.C_ZQN.mT, grad_y_decayed)
         return None, _from_inner(grad_state, grad_final.shape), grad_x, grad_dt, grad_g, grad_B, grad_C, grad_D
 

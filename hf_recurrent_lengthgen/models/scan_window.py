@@ -4,16 +4,16 @@
 the product should begin with alpha_{i+1}, and its sum over Delta has one term too many.)
 
 The difference of Eq. 8 loses digits where h_t is much larger than what the window holds, and both of its terms keep
-growing. So the window is computed as two sums, without a difference. A call is cut into pieces of at most r tokens.
-With the last r tokens before a piece at hand (keys, values, step sizes; "old" below), for token j of a piece:
+growing. So the window is computed as two sums, without a difference. A call is cut into blocks of at most r tokens.
+With the last r tokens before a block at hand (keys, values, step sizes; "old" below), for token j of a block:
 
-    h_j^(r) = [state from the old tokens that stay for the whole piece, scanned on to j]
-            + sum over old tokens i > j of those that leave within the piece: alpha_{i+1:j} k_i v_i
+    h_j^(r) = [state from the old tokens that stay for the whole block, scanned on to j]
+            + sum over old tokens i > j of those that leave within the block: alpha_{i+1:j} k_i v_i
 
 The first term is the plain scan from another initial state. In the second, alpha_{i+1:j} is that from i to the start
-of the piece times that from there to j: both are exponentials of sums of log decays, at most 1 and without
+of the block times that from there to j: both are exponentials of sums of log decays, at most 1 and without
 cancellation, so that a window of thousands of tokens is safe in float32. The state from the staying tokens is
-summed up from them, or, cheaper in short pieces, is h^(r) minus what leaves. The latter is exact up to the rounding of
+summed up from them, or, cheaper in short blocks, is h^(r) minus what leaves. The latter is exact up to the rounding of
 what the window has held in the meantime. It is done for at most r tokens in a row, so that errors do not accumulate,
 and not where what leaves is so much larger than what stays that its rounding would show.
 
@@ -67,16 +67,16 @@ def windowed_scan(
     marks, old = _unpacked(window, (k, v, g))
     outputs, lengths = [], None if rows is None else rows.lengths
     for start in range(0, q.shape[1], r):
-        piece = slice(start, start + r)
-        new = [t[:, piece] for t in (k, v, g)]
+        block = slice(start, start + r)
+        new = [t[:, block] for t in (k, v, g)]
         real = None if lengths is None else (lengths - start).clamp(0, new[0].shape[1])
-        y, recurrent, marks = _piece_with_window(scan, A, q[:, piece], new, recurrent, old, marks, real)
+        y, recurrent, marks = _block_with_window(scan, A, q[:, block], new, recurrent, old, marks, real)
         old = [_last_tokens(*parts, real) for parts in zip(old, new, strict=True)]
         outputs.append(y)
     return joined(outputs, 1), layer_state((recurrent, conv, _packed(marks, old)))
 
 
-def _piece_with_window(
+def _block_with_window(
     scan: Callable[..., tuple[Tensor, Tensor]],
     A: Tensor,
     q: Tensor,
@@ -121,7 +121,7 @@ def _norm(state: Tensor) -> Tensor:
 def _unpacked(window: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Marks (B, 2), and k, v and g (B, r, ...), of a window part (B, 1 + r, F), whose first row begins with the marks.
 
-    The marks are those of `_piece_with_window`.
+    The marks are those of `_block_with_window`.
     """
     parts = window[:, 1:].split([t[0, 0].numel() for t in like], dim=-1)
     return window[:, 0, :2], [part.reshape(*part.shape[:2], *t.shape[2:]) for part, t in zip(parts, like, strict=True)]
@@ -192,12 +192,12 @@ def _fast_exp(x: Tensor) -> Tensor:
 
 def _chunks(g: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """Chunks of the sums of g up to each token, and of tensors; all (B, T, ...)."""
-    pieces, total = [], torch.zeros_like(g[:, :1])
+    chunks, total = [], torch.zeros_like(g[:, :1])
     for g_chunk, *parts in zip(*(t.split(CHUNK, dim=1) for t in (g, *tensors)), strict=True):
         sums = torch.cat([total, g_chunk], dim=1).cumsum(1)
-        pieces.append((sums[:, 1:], *parts))
+        chunks.append((sums[:, 1:], *parts))
         total = sums[:, -1:]
-    return pieces
+    return chunks
 
 
 def _reversed_chunks(g: Tensor, after: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,7 +1,7 @@
 """Learned initial states as adapters of a model: several by name, one of which may be active.
 
-A sequence that is given no state starts from the active learned state instead of the zero state: in training,
-evaluation and generation, with padding, and every sequence of packed rows. A state or cache that is given takes its
+A sequence without an initial state starts from the active learned state instead of the zero state: in training,
+evaluation and generation, with padding, and every sequence of packed rows. An initial state or a cache takes its
 place, because it is the state after earlier text. (State tuning of the RWKV community; "S0 Tuning", arXiv:2604.01168.)
 
 The parameters are a submodule `learned_states` of the backbone, and `config.learned_states` has names, shapes, scales
@@ -84,8 +84,8 @@ class LearnedState(nn.Module):
     @torch.no_grad()
     def set(self, state: RecurrentState) -> None:
         """Copy values with one row into the parameters."""
-        for own, given in zip((self.recurrent, self.conv), zip(*state, strict=True), strict=True):
-            for parameter, value in zip(own, given, strict=True):
+        for own, new in zip((self.recurrent, self.conv), zip(*state, strict=True), strict=True):
+            for parameter, value in zip(own, new, strict=True):
                 parameter.copy_(value)
 
 
@@ -115,7 +115,7 @@ class LearnedStates(nn.Module):
         """As in torch; says that PEFT, which asks for it when it saves, leaves a state out that no checkpoint has."""
         if kwargs.get("prefix", "").startswith("base_model.") and self.active_adapter in self._added:
             warnings.warn(
-                f"PEFT saves adapters without the learned state {self.active_adapter!r}: write it beside them, "
+                f"PEFT saves adapters without the learned state {self.active_adapter!r}: write it next to them, "
                 "model.get_base_model().save_learned_state(FOLDER), for load_model(FOLDER).",
                 stacklevel=2,
             )
@@ -134,8 +134,8 @@ class LearnedStates(nn.Module):
     def __getitem__(self, adapter_name: str) -> LearnedState:
         if adapter_name not in self._modules:
             raise ValueError(f"There is no learned state {adapter_name!r}: give one of {self.names}.")
-        found: Any = self._modules[adapter_name]
-        return found
+        state: Any = self._modules[adapter_name]
+        return state
 
     def state(self) -> RecurrentState | None:
         """The active state, one row with gradients; None if none is active."""

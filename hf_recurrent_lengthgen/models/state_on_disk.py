@@ -25,7 +25,7 @@ _PREFIX = "sha256-of-fields-and-tensors:"
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path` that replaces `path` when the block ends without an error.
+    """Yield a temporary path next to `path` that replaces `path` when the block ends without an error.
 
     An error (a full disk, an interrupt) removes the temporary file and leaves `path` as it was.
     """
@@ -86,8 +86,8 @@ def read_tensors(
         raise ValueError(f"{path} is not a readable safetensors file ({error}); it may be cut.") from error
     # One damaged byte cannot take away both the name of the field and the beginning of its value.
     has_checksum = CHECKSUM in fields or any(value.startswith(_PREFIX) for value in fields.values())
-    told = fields.pop(CHECKSUM, "")
-    if has_checksum and told != _PREFIX + digest_of(tensors, fields):
+    stored = fields.pop(CHECKSUM, "")
+    if has_checksum and stored != _PREFIX + digest_of(tensors, fields):
         raise ValueError(
             f"{path} is damaged: its tensors or fields are not those that were written, by their checksum. Copy or "
             "write it again."
@@ -96,7 +96,6 @@ def read_tensors(
 
 
 def no_checksum(path: str | os.PathLike[str]) -> str:
-    """What to say of a file without a checksum."""
     return (
         f"{path} has no checksum, as files of earlier versions and of other programs: damaged numbers in it cannot "
         "be found. Load and save it again to give it one."

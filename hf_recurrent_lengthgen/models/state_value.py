@@ -18,7 +18,7 @@ A part that a layer does not have is an empty tensor of shape (B, 0). All parts 
 the dtype of the model (float64 in a float64 model). The convolution keeps K-1 columns: of K stored
 ones the oldest never reaches an output.
 
-No function changes a state it is given, unless it is an `OwnLayerState`, which only `generate` makes.
+No function changes its argument, unless it is an `OwnLayerState`, which only `generate` makes.
 """
 
 import os
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import _register_namedtuple
 
-from .configuration_stateful import extra
+from .configuration_stateful import optional_module
 
 
 class LayerState(NamedTuple):
@@ -107,7 +107,7 @@ def zero_state(
     )
 
 
-def own_state(state: RecurrentState) -> RecurrentState:
+def mutable_state(state: RecurrentState) -> RecurrentState:
     """The same state for mixers that may overwrite it; unchanged where gradients are on, and with a `window`."""
     if torch.is_grad_enabled() or any(len(layer) > len(LayerState._fields) for layer in state):
         return state
@@ -135,7 +135,7 @@ def state_batch_size(state: RecurrentState) -> int:
 
 
 def take_rows(state: RecurrentState, rows: Tensor | slice) -> RecurrentState:
-    """Rows of a state by index tensor or slice, in the order given."""
+    """Rows of a state by index tensor or slice, in that order."""
     return map_state(lambda part: part[rows.to(part.device) if isinstance(rows, Tensor) else rows], state)
 
 
@@ -171,8 +171,8 @@ def states_checked_by_caller() -> Iterator[None]:
         _CHECKED_BY_CALLER.reset(token)
 
 
-def check_given_state(state: RecurrentState) -> None:
-    """`check_finite_state` of the state that a model is given, unless its caller does that, or it is compiled."""
+def check_initial_state(state: RecurrentState) -> None:
+    """`check_finite_state` of an initial state, unless the caller does that, or the model is compiled."""
     if not torch.compiler.is_compiling() and not _CHECKED_BY_CALLER.get():
         check_finite_state(state)
 
@@ -211,9 +211,9 @@ def check_state(
             f"`final_state`; got {type(state).__name__}."
         )
     if any(len(layer) != len(shape) for layer, shape in zip(state, shapes, strict=False)):
-        asked = "with" if len(shapes[0]) > len(LayerState._fields) else "without"
+        needs = "with" if len(shapes[0]) > len(LayerState._fields) else "without"
         raise ValueError(
-            f"{name} does not fit a model {asked} a window (`forgetting` in its config), and cannot be converted: "
+            f"{name} does not fit a model {needs} a window (`forgetting` in its config), and cannot be converted: "
             "read the earlier tokens again, without a state."
         )
     if len(state) != len(shapes):
@@ -248,7 +248,7 @@ def learned_row(model: Any) -> RecurrentState | None:
     """
     if getattr(model.config, "learned_states", None) is None:
         return None
-    return extra("state_learned").active_row(model)
+    return optional_module("state_learned").active_row(model)
 
 
 class LearnedStatesMixin:
@@ -261,7 +261,7 @@ class LearnedStatesMixin:
     def set_use_kernels(self, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
         super().set_use_kernels(use_kernels, *args, **kwargs)  # type: ignore[misc]
         if use_kernels:
-            extra("scan_hub_kernels").use_hub_kernels(self)
+            optional_module("scan_hub_kernels").use_hub_kernels(self)
 
     @property
     def learned_states(self: Any) -> Any:
@@ -296,7 +296,7 @@ class LearnedStatesMixin:
         Raises:
             ValueError: for a name that exists, a model with a window, and a state that does not fit or is not finite.
         """
-        return extra("state_learned").add_learned_state(self, adapter_name, state)
+        return optional_module("state_learned").add_learned_state(self, adapter_name, state)
 
     def load_learned_state(
         self: Any,
@@ -316,7 +316,8 @@ class LearnedStatesMixin:
         Raises:
             ValueError: for missing, damaged and newer files, and for a state of another base.
         """
-        return extra("state_learned_files").load_learned_state(self, folder, adapter_name, revision, is_trainable)
+        files = optional_module("state_learned_files")
+        return files.load_learned_state(self, folder, adapter_name, revision, is_trainable)
 
     def save_learned_state(self: Any, folder: str | os.PathLike[str], adapter_name: str | None = None) -> None:
         """Write a learned state, by default the active one, into a folder.
@@ -324,4 +325,4 @@ class LearnedStatesMixin:
         Raises:
             ValueError: if there is no such state, none is active, or it is not finite.
         """
-        extra("state_learned_files").save_learned_state(self, folder, adapter_name)
+        optional_module("state_learned_files").save_learned_state(self, folder, adapter_name)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
-from hf_recurrent_lengthgen.models.scan_pieces import PIECES
+from hf_recurrent_lengthgen.models.scan_affine import AFFINE_MAPS
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, learned_row
 
 
@@ -46,10 +46,10 @@ def recorded_transitions(model: Any, found: dict[int, Tensor]) -> AbstractContex
         why = "is made to forget, or starts from a learned state, which would count once for each text"
         raise ValueError(f"This {type(model).__name__} {why}: read without these, or without transitions.")
 
-    return recorded_scans(model, {name: partial(_record, found, piece) for name, piece in PIECES.items()})
+    return recorded_scans(model, {name: partial(_record, found, one) for name, one in AFFINE_MAPS.items()})
 
 
-def _record(found: dict[int, Tensor], piece: Any, layer: int, *arguments: Tensor) -> None:
+def _record(found: dict[int, Tensor], affine_map: Any, layer: int, *arguments: Tensor) -> None:
     *inputs, state = arguments
-    transition = piece(*(x.to(state.dtype) for x in inputs)).factor
+    transition = affine_map(*(x.to(state.dtype) for x in inputs)).factor
     found[layer] = moved_on(found[layer], transition) if layer in found else transition

@@ -17,14 +17,14 @@ from .scan_trapezoid import AsSSD
 
 
 class AffineMap(NamedTuple):
-    """What a piece does to the recurrent part of a state.
+    """What a chunk does to the recurrent part of a state.
 
     Attributes:
         factor: A, (B, ...) to be broadcast over the state, or, if `is_matrix`, (B, H, N, N) to be multiplied from the
             right.
-        written: B, the state after the piece from the zero state.
+        written: B, the state after the chunk from the zero state.
         is_matrix: Which of both `factor` is.
-        read: From the state before the piece to outputs in the dtype of the state, where that is cheaper than another
+        read: From the state before the chunk to outputs in the dtype of the state, where that is cheaper than another
             scan; None where it is not.
     """
 
@@ -43,48 +43,48 @@ def decays_to_end(log_decays: Tensor) -> tuple[Tensor, Tensor]:
     return pad(sums.flip(1)[:, 1:], (0, 0) * (sums.ndim - 2) + (0, 1)).exp(), sums[:, -1].exp()
 
 
-def piece_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **_: object) -> AffineMap:
+def affine_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **_: object) -> AffineMap:
     """What T tokens do to a state; arguments as of `scan_ssd`."""
-    return ssd_piece(x, dt, dt * A, B)
+    return ssd_affine(x, dt, dt * A, B)
 
 
-def ssd_piece(x: Tensor, dt: Tensor, g: Tensor, B: Tensor) -> AffineMap:
-    """`piece_ssd` of log decays g (B, T, H) of their own."""
+def ssd_affine(x: Tensor, dt: Tensor, g: Tensor, B: Tensor) -> AffineMap:
+    """`affine_ssd` of log decays g (B, T, H) of their own."""
     to_end, total = decays_to_end(g)
     u_BGMT = (x * (dt * to_end)[..., None]).unflatten(2, (B.shape[2], -1)).flatten(3).permute(0, 2, 3, 1)
     written = (u_BGMT @ B.transpose(1, 2)).unflatten(2, (-1, x.shape[3])).flatten(1, 2)
     return AffineMap(total[..., None, None], written)
 
 
-def piece_trapezoid(
+def affine_trapezoid(
     dt: Tensor, g: Tensor, share: Tensor, w: Tensor, x: Tensor, B: Tensor, C: Tensor, D: Tensor, **_: object
 ) -> AffineMap:
     """What T tokens do to a state; arguments as of `scan_trapezoid`."""
     as_ssd = AsSSD.of(dt, g, share, w, x, B, C, D)
-    found = ssd_piece(as_ssd.x, as_ssd.steps, as_ssd.g, as_ssd.keys)
+    found = ssd_affine(as_ssd.x, as_ssd.steps, as_ssd.g, as_ssd.keys)
     kept = found.factor * torch.eye(B.shape[3], dtype=g.dtype, device=g.device)
     return AffineMap(as_ssd.decayed(kept), as_ssd.after(found.written), is_matrix=True)
 
 
-def piece_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any) -> AffineMap:
+def affine_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any) -> AffineMap:
     """What T tokens do to a state; arguments as of `scan_selective`."""
     zero = x.new_zeros(len(x), *A.shape)
     return AffineMap((dt.sum(1)[..., None] * A).exp(), scan_selective(x, dt, A, B, C, D, zero, **options)[1])
 
 
-def piece_gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor, **__: object) -> AffineMap:
+def affine_gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor, **__: object) -> AffineMap:
     """What T tokens do to a state; arguments as of `scan_gla` and `scan_rwkv6`."""
     to_end, total = decays_to_end(g)
     return AffineMap(total[:, :, None], v.permute(0, 2, 3, 1) @ (k * to_end).transpose(1, 2))
 
 
-def _piece_of(
+def _affine_of(
     scan: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any
 ) -> AffineMap:
     """What T tokens do to a state; arguments as of `scan_delta` and `scan_dplr`.
 
     The rows of a state do not meet, so N more of them, which start as unit vectors and get no values, end as the
-    matrix of the piece, and what they give is what reads the state before it.
+    matrix of the chunk, and what they give is what reads the state before it.
     """
     (batch, length, heads, width), keys = v.shape, k.shape[3]
     unit = torch.eye(keys, dtype=v.dtype, device=v.device).expand(batch, heads, -1, -1)
@@ -100,22 +100,22 @@ def _piece_of(
     return AffineMap(matrix, written, is_matrix=True, read=read)
 
 
-piece_delta, piece_dplr = partial(_piece_of, scan_delta), partial(_piece_of, scan_dplr)
+affine_delta, affine_dplr = partial(_affine_of, scan_delta), partial(_affine_of, scan_dplr)
 
 
-def piece_linear(q: Tensor, k: Tensor, v: Tensor) -> AffineMap:
+def affine_linear(q: Tensor, k: Tensor, v: Tensor) -> AffineMap:
     """What T tokens do to a state; arguments as of `linear_attention`."""
     return AffineMap(k.new_ones(len(k), 1, 1, 1), v.mT @ k)
 
 
-PIECES: dict[str, Callable[..., AffineMap]] = {
-    "linear_attention": piece_linear,
-    "scan_delta": piece_delta,
-    "scan_dplr": piece_dplr,
-    "scan_gla": piece_gated,
-    "scan_rwkv6": piece_gated,
-    "scan_selective": piece_selective,
-    "scan_ssd": piece_ssd,
-    "scan_trapezoid": piece_trapezoid,
+AFFINE_MAPS: dict[str, Callable[..., AffineMap]] = {
+    "linear_attention": affine_linear,
+    "scan_delta": affine_delta,
+    "scan_dplr": affine_dplr,
+    "scan_gla": affine_gated,
+    "scan_rwkv6": affine_gated,
+    "scan_selective": affine_selective,
+    "scan_ssd": affine_ssd,
+    "scan_trapezoid": affine_trapezoid,
 }
 """The map of each scan, by its name; it takes the inputs of the scan before the state, and its options."""
