@@ -1,8 +1,8 @@
-"""Plant a fault into a tiny hybrid and let `lengthgen diagnose` find it.
+"""Give one head of a tiny hybrid a decay of 1, and let `lengthgen diagnose` find it.
 
-A hybrid of Transformers is trained from nothing on the Python standard library. Then one head of one layer is made to
-keep all that it reads, by setting its decay to 1, and both models are diagnosed: the page names that layer, that head
-and the position where its states leave training.
+A hybrid of Transformers is trained from scratch on the Python standard library. In a copy, one head of one layer gets
+a decay of 1, so that it forgets nothing. Both models are diagnosed: the page names that layer, that head and the
+position from which its states are outside the training distribution.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_g
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
 TYPES: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1]},  # Mamba-2
-    "falcon_h1": MAMBA | {"mamba_d_ssm": 128},  # Mamba-2 beside attention in each layer
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 128},  # Mamba-2 and attention in each layer
     "qwen3_next": DELTA  # delta rule
     | {"linear_value_head_dim": 32, "head_dim": 16, "mlp_only_layers": [0, 1, 2], "layer_types": LAYERS},
     "zamba": {  # Mamba-1
@@ -34,11 +34,11 @@ TYPES: dict[str, dict[str, Any]] = {
     },
 }
 LAYER, HEAD = 0, 1
-"""Where the fault is."""
+"""Of the head that gets a decay of 1."""
 
 
 def new_hybrid(model_type: str, length: int) -> Any:
-    """A tiny random hybrid for rows of `length` bytes."""
+    """A tiny random hybrid for sequences of `length` bytes."""
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id")}
@@ -79,17 +79,17 @@ def planted(model: Any, layer: int = LAYER, head: int = HEAD) -> Any:
 def run() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--type", choices=TYPES, default="falcon_h1")
-    parser.add_argument("--training-length", type=int, default=64, help="bytes per training row")
+    parser.add_argument("--training-length", type=int, default=64, help="bytes per training sequence")
     parser.add_argument("--length", type=int, default=2048, help="bytes per text of the diagnosis")
     parser.add_argument("--sequences", type=int, default=16, help="texts of the diagnosis")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--output", type=Path, default=Path("example-output"))
     options = parser.parse_args()
     sound = train(new_hybrid(options.type, options.training_length), options.steps)
-    for name, model in (("sound", sound), ("planted", planted(sound))):
+    for name, model in (("trained", sound), ("one-head-without-decay", planted(sound))):
         model.save_pretrained(options.output / name)
         byte_tokenizer().save_pretrained(options.output / name)
-    folders = [str(options.output / name) for name in ("planted", "sound")]
+    folders = [str(options.output / name) for name in ("one-head-without-decay", "trained")]
     sizes = ["--length", str(options.length), "--sequences", str(options.sequences)]
     return main(["diagnose", *folders, "--roles", "base,other", *sizes, "--output", str(options.output / "diagnosis")])
 

@@ -153,24 +153,25 @@ def tables(study: SlowStudy, measured: dict[str, dict[int, Result]]) -> str:
 
 
 def figure(study: SlowStudy, measured: dict[str, dict[int, Result]]) -> None:
-    """Perplexity and harm against position, after Fig. 4 of arXiv:2410.07145, and perplexity with each window."""
+    """Perplexity and excess loss against position, after Fig. 4 of arXiv:2410.07145; perplexity with each window."""
     length = study.settings.training_length
     methods = {
-        "base": ("nothing (base)", "#d55e00", "solid"),
-        "rri_paper": ("RRI, the paper's", "#a8780f", (0, (5, 2))),
+        "base": ("base", "#d55e00", "solid"),
+        "rri_paper": ("RRI of the paper", "#a8780f", (0, (5, 2))),
         "rri_searched": ("RRI, searched", "#aa4499", "solid"),
         "delta_scale": ("steps x 0.5", "#5b636d", (0, (1, 1))),
         "window_1": (f"window of {length}", "#009e73", "solid"),
-        "state_passing": ("state passing (trained)", "#0072b2", (0, (5, 2))),
+        "state_passing": ("state passing (training)", "#0072b2", (0, (5, 2))),
     }
     looks = (("#56b4e9", "solid"), ("#009e73", "solid"), ("#7a5cc8", (0, (5, 2))), ("#5b636d", (0, (1, 1))))
     windows = {
         f"window_{x:g}": (labels(study)[f"window_{x:g}"], *look) for x, look in zip(WINDOWS, looks, strict=True)
     }
-    harm = "Harm of extra context (nats per byte)"
-    picture, axes = panels(["Perplexity per byte", harm, "Perplexity per byte with a window"], 3)
+    picture, axes = panels(["Base and methods", "Excess loss from context", "Windows on the base"], 3)
+    units = ["perplexity per byte", "nats per byte", "perplexity per byte"]
     shown = [("perplexity", methods), ("harm", methods), ("perplexity", {"base": methods["base"], **windows})]
-    for axis, (curve, lines) in zip(axes, shown, strict=True):
+    for axis, unit, (curve, lines) in zip(axes, units, shown, strict=True):
+        axis.set_ylabel(unit, fontsize=FONT_SIZE - 1, color=INK)
         first = length // 8 if curve == "perplexity" else length // 2
         for name, (label, color, line) in lines.items():
             results = list(measured[name].values())
