@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "evaluation.json_schema": ("evaluation.views",),
     "evaluation.views": (),
     "evaluation.results": ("evaluation.json_schema",),
-    "evaluation.words": ("evaluation.results",),
+    "evaluation.formatting": ("evaluation.results",),
     "plotting": ("evaluation.results",),
     "metrics": ("models", "data", "evaluation", "plotting"),
     "state_files": ("models", "evaluation"),

@@ -8,7 +8,7 @@ from torch import nn
 from hf_recurrent_lengthgen.data.tasks import RetrievalGrid
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, check_training_length, estimate, last_octave
+from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, check_training_length, estimate, last_doubling
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
@@ -47,7 +47,7 @@ def context_harm(tokens: Tokens, training_length: int, name: str = "context_harm
         _check_reach(tokens, training_length)
         nll = stream_nll(model, tokens, progress=False).nll
         harm = nll[:, training_length:] - window_nll(model, tokens, training_length, progress=False).truncated
-        start, stop = last_octave(nll.shape[1], training_length)
+        start, stop = last_doubling(nll.shape[1], training_length)
         return estimate(harm[:, start - training_length : stop - training_length], CONFIDENCE)
 
     return Metric(name, measure, greater_is_better=False)

@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.metrics.states.measure import describe_states
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver, sample_positions
-from hf_recurrent_lengthgen.metrics.states.words import LOW_RANK
+from hf_recurrent_lengthgen.metrics.states.summary import LOW_RANK
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study_pages import fill, markdown

@@ -42,11 +42,11 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     from hf_recurrent_lengthgen.checkpoints.loading import load_model
-    from hf_recurrent_lengthgen.cli.inputs import check_given_once
+    from hf_recurrent_lengthgen.cli.inputs import check_distinct
     from hf_recurrent_lengthgen.cli.measuring import model_label, on_device, task_of
     from hf_recurrent_lengthgen.metrics import AccuracyComparison, measure_accuracy
 
-    check_given_once(options.models)
+    check_distinct(options.models)
     runs = _runs(options.models)
     names = [name for steps in runs.values() for name in steps.values()] or options.models
     how: dict[str, Any] = {"merge": True, "attention_window": options.attention_window}
@@ -107,10 +107,10 @@ def _write(folder: Path, comparison: "AccuracyComparison", csv: bool, runs: Mapp
     from hf_recurrent_lengthgen.cli.report import draw
     from hf_recurrent_lengthgen.evaluation.files import write_result
     from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure, accuracy_over_steps_figure
-    from hf_recurrent_lengthgen.metrics.tables import keep_csv
+    from hf_recurrent_lengthgen.metrics.tables import update_csv
 
     write_result(folder / "accuracy.json", comparison)
-    keep_csv(folder / "accuracy.csv", comparison, csv)
+    update_csv(folder / "accuracy.csv", comparison, csv)
     first, curves = comparison.models[0], _curves(comparison)
     unit = "pairs" if first.task == "recall" else "symbols"
     found = ({length: symbols for length, (symbols, _) in curve.items()} for curve in curves.values())

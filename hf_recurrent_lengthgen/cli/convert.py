@@ -86,7 +86,7 @@ def _summary(name: str, output: Path) -> str:
 
     from hf_recurrent_lengthgen.checkpoints.conversion import registry
     from hf_recurrent_lengthgen.checkpoints.conversion.export import our_config
-    from hf_recurrent_lengthgen.checkpoints.conversion.formats import told_settings
+    from hf_recurrent_lengthgen.checkpoints.conversion.formats import user_overrides
     from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import tokenizer_files
     from hf_recurrent_lengthgen.checkpoints.records import read_lineage
     from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
@@ -102,7 +102,7 @@ def _summary(name: str, output: Path) -> str:
     ]
     settings, layout = PreTrainedConfig.get_config_dict(output)[0], registry.FORMATS[source.format]
     config = our_config(settings, str(output))
-    told = told_settings(config)
+    told = user_overrides(config)
     if assumed := {name: value for name, value in layout.assumed(config).items() if name not in told}:
         values = ", ".join(f"{name} {value}" for name, value in assumed.items())
         example = f"--set {next(iter(assumed))}=VALUE"

@@ -40,13 +40,13 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     parser = command_parser()
     options = parser.parse_args(arguments)
-    from hf_recurrent_lengthgen.cli.measuring import load_inputs, ready, told_of_cache
+    from hf_recurrent_lengthgen.cli.measuring import cache_note, load_inputs, ready
     from hf_recurrent_lengthgen.cli.report import summary_table, write_figures
     from hf_recurrent_lengthgen.evaluation.files import write_result
     from hf_recurrent_lengthgen.metrics.diagnosis.measure import diagnose_model
     from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import next_steps
     from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
-    from hf_recurrent_lengthgen.metrics.tables import keep_csv
+    from hf_recurrent_lengthgen.metrics.tables import update_csv
 
     settings = settings_of(DiagnosisSettings, options, ["lengthgen", "diagnose", *arguments])
     inputs = load_inputs(options)
@@ -62,10 +62,10 @@ def run(arguments: Sequence[str]) -> int:
     diagnosis = Diagnosis("Length generalization, and why", tuple(diagnosed))
     folder = Path(options.output)
     write_result(folder / "result.json", diagnosis)
-    keep_csv(folder / "result.csv", diagnosis, options.csv)
+    update_csv(folder / "result.csv", diagnosis, options.csv)
     page = write_figures(diagnosis, folder)
     print(f"\n{summary_table(diagnosis.comparison)}\n\n{why_table(diagnosis)}")
-    print(f"{told_of_cache(inputs.cache)}\nReport: {page}")
+    print(f"{cache_note(inputs.cache)}\nReport: {page}")
     chosen = {name: value for name, value in vars(options).items() if value != parser.get_default(name)}
     for step in next_steps(diagnosis, [subject.name for subject in inputs.subjects], chosen):
         print("\n".join([f"\nNext: {step.why}.", *(f"  {command}" for command in step.commands)]))

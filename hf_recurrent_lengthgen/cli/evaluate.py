@@ -40,18 +40,18 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
-    from hf_recurrent_lengthgen.cli.measuring import told_of_cache
+    from hf_recurrent_lengthgen.cli.measuring import cache_note
     from hf_recurrent_lengthgen.cli.report import draw, summary_table, write_report
     from hf_recurrent_lengthgen.metrics.context_harm.figure import mean_perplexity_figure
-    from hf_recurrent_lengthgen.metrics.tables import keep_csv
+    from hf_recurrent_lengthgen.metrics.tables import update_csv
 
     comparison, cache = compare(options, arguments)
     print(f"\n{summary_table(comparison)}")
     page = write_report(comparison, Path(options.output))
-    keep_csv(page.with_name("result.csv"), comparison, options.csv)
+    update_csv(page.with_name("result.csv"), comparison, options.csv)
     if options.mean_perplexity or page.with_name("mean_perplexity.png").is_file():  # kept equal, as the table
         draw(mean_perplexity_figure(comparison.models), page.with_name("mean_perplexity"))
-    print(f"{told_of_cache(cache)}\nReport: {page}")
+    print(f"{cache_note(cache)}\nReport: {page}")
     return 0
 
 

@@ -24,7 +24,7 @@ class Stream(NamedTuple):
     source: DataSource
 
 
-def check_given_once(models: Sequence[str]) -> None:
+def check_distinct(models: Sequence[str]) -> None:
     """Raise a `ValueError` if two models are the same folder or the same Hub name."""
     if len({Path(name).resolve() if Path(name).exists() else name for name in models}) < len(models):
         raise ValueError(f"Each model can be given once, got {' '.join(models)}.")

@@ -46,14 +46,14 @@ def run(arguments: Sequence[str]) -> int:
     import torch
 
     from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
-    from hf_recurrent_lengthgen.cli.inputs import check_given_once
+    from hf_recurrent_lengthgen.cli.inputs import check_distinct
     from hf_recurrent_lengthgen.metrics import attention_maps, save_maps
     from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
     from hf_recurrent_lengthgen.models.modeling_protocols import base_of
     from hf_recurrent_lengthgen.plotting.images import save_png
     from hf_recurrent_lengthgen.plotting.names import short_names
 
-    check_given_once(options.models)
+    check_distinct(options.models)
     how: dict[str, Any] = {"attention_window": options.attention_window}
     models = [base_of(load_language_model(name, options.trust_remote_code, **how)) for name in options.models]
     ids, words = _tokens(options, models)

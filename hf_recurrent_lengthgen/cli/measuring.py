@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer, with_window
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
-from hf_recurrent_lengthgen.cli.inputs import check_given_once, chosen_split, load_stream, token_unit
+from hf_recurrent_lengthgen.cli.inputs import check_distinct, chosen_split, load_stream, token_unit
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
@@ -54,7 +54,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     given = options.models
     members = [(one, name, role) for name, role in zip(given, _roles(options), strict=True) for one in _seeds(name)]
     names = options.models = [name for name, *_ in members]
-    check_given_once(names)
+    check_distinct(names)
     windows = [None] if options.attention_window is None else options.attention_window.split(",")
     models = load_models(options, windows[0])
     training_length = options.training_length or _training_length(names, models)
@@ -108,7 +108,7 @@ def ready(subject: Subject, inputs: Inputs, what: str, device: str | None) -> An
     return on_device(with_window(subject.model, subject.window), device)
 
 
-def told_of_cache(cache: ResultCache | None) -> str:
+def cache_note(cache: ResultCache | None) -> str:
     if cache is None or not cache.found:
         return ""
     return f"\nResults taken from the cache in {cache.folder}: {cache.found}"

@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.cli.parsing import (
     HelpFormatter,
     add_headings,
     examples_text,
-    import_own,
+    import_user_code,
     lengths,
     tokens,
     windows,
@@ -103,7 +103,7 @@ def read_options(
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--import", "--import_file", "--import-file", dest="file")
     if (file := own.parse_known_args(arguments)[0].file) is not None:
-        import_own(file)  # before the options that it defines are known
+        import_user_code(file)  # before the options that it defines are known
     given = vars(RunParser().parse_args(arguments))
     run = RunArguments(**{name: given[name] for name in _names(RunArguments) & given.keys()})
     trainer = INTERVENTIONS[run.intervention]

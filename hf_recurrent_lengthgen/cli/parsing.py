@@ -70,7 +70,7 @@ def _text(text: str) -> str:
     return text
 
 
-def import_own(name: str) -> None:
+def import_user_code(name: str) -> None:
     """Import a module by its name, or a Python file by its path, which registers what it defines.
 
     Raises:
@@ -93,11 +93,11 @@ def import_own(name: str) -> None:
         spec.loader.exec_module(sys.modules[stem])
 
 
-class ImportOwn(argparse.Action):
-    """`import_own` when the option is read, whose errors then are those of the command."""
+class ImportUserCode(argparse.Action):
+    """`import_user_code` when the option is read, whose errors then are those of the command."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        import_own(values)
+        import_user_code(values)
         setattr(namespace, self.dest, values)
 
 

@@ -89,15 +89,15 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     parser = command_parser()
     options = parser.parse_args(arguments)
-    from hf_recurrent_lengthgen.cli.inputs import check_given_once, token_unit
+    from hf_recurrent_lengthgen.cli.inputs import check_distinct, token_unit
     from hf_recurrent_lengthgen.cli.measuring import load_models, model_label, on_device, open_cache, shared_tokenizer
     from hf_recurrent_lengthgen.evaluation.results import DataRecord
     from hf_recurrent_lengthgen.metrics import RetrievalComparison, retrieval_accuracy
-    from hf_recurrent_lengthgen.metrics.tables import keep_csv
+    from hf_recurrent_lengthgen.metrics.tables import update_csv
 
     if options.task == "babilong" and options.task_files is None:
         parser.error("--task babilong needs --task-files, the folder with the files of bAbI")
-    check_given_once(options.models)
+    check_distinct(options.models)
     lengths = options.lengths
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def run(arguments: Sequence[str]) -> int:
         results.append(retrieval_accuracy(placed, grid, lengths, label, data, trained, settings, cache=cache))
     print(f"\n{_table(results)}")
     picture = _write(output, results)
-    keep_csv(output / "retrieval.csv", RetrievalComparison(tuple(results)), options.csv)
+    update_csv(output / "retrieval.csv", RetrievalComparison(tuple(results)), options.csv)
     print(f"\nResults: {picture}")
     return 0
 

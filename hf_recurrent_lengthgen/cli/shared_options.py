@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any, TypeVar
 
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, ImportOwn, positive, some_tokens, windows
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, ImportUserCode, positive, some_tokens, windows
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 
 Settings = TypeVar("Settings", bound=EvaluationSettings)
@@ -98,7 +98,7 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--no-cache": {"action": "store_true", "help": "neither read nor write the cache"},
         "--import": {
-            "action": ImportOwn,
+            "action": ImportUserCode,
             "metavar": "MODULE",
             "help": "Python file or installed module with own metrics or model families; may be repeated",
         },

@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.cli.inputs import data_source
 from hf_recurrent_lengthgen.cli.options import RunParser, read_options
 from hf_recurrent_lengthgen.cli.run_arguments import PROMPTS, USUAL_LENGTH, RunArguments
 from hf_recurrent_lengthgen.cli.shared_options import HOW
-from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, stream_of, training_rows, with_pieces
+from hf_recurrent_lengthgen.cli.train_data import evaluation_data, stream_of, training_data, with_training_length
 from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.data.tasks import DEPTHS, KeyGrid, PasskeyGrid, RetrievalGrid, TaskStrings
 from hf_recurrent_lengthgen.evaluation.results import DataSource
@@ -86,10 +86,10 @@ def train(
     tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
     if training.alignment_alpha and training.alignment_length is None:
         training.alignment_length = settings.length
-    eval_rows = evaluation_rows(settings, training, tokenizer) if training.eval_strategy != "no" else None
-    rows = training_rows(settings, training, tokenizer)
+    eval_rows = evaluation_data(settings, training, tokenizer) if training.eval_strategy != "no" else None
+    rows = training_data(settings, training, tokenizer)
     if settings.task in PROMPTS:
-        settings = with_pieces(settings, training, rows.longest, given)
+        settings = with_training_length(settings, training, rows.longest, given)
     if not settings.of_symbols:
         print(f"Training at {settings.length} tokens.")
     model.config.training_length = settings.length

@@ -4,7 +4,7 @@
 |---|---|
 | `settings`, `measurement` | how a model is measured; a model with its tokens and its cache of results |
 | `readers`, `streaming`, `shared_prefixes`, `recorded_scans` | reading texts with any model |
-| `statistics`, `words` | bins of positions and intervals; numbers in text |
+| `statistics`, `formatting` | bins of positions and intervals; numbers in text |
 | `results`, `json_schema`, `files` | typed values, their JSON, their files |
 | `provenance`, `result_cache` | what a result depends on, and where it is kept |
 

@@ -23,7 +23,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     LOGITS_PER_FORWARD,
     STATES_PER_FORWARD,
     TOKENS_PER_FORWARD,
-    check_pieces,
+    check_forward_sizes,
     check_tokens,
     progress_bar,
     reading_plan,
@@ -229,7 +229,7 @@ def greedy_hits(
     """
     for text in texts:
         check_tokens(text[None], reader.vocabulary)
-    check_pieces(batch_size, chunk_length)
+    check_forward_sizes(batch_size, chunk_length)
     if chunk_length is not None and not reader.carries:
         reader.refuse(f"reading {chunk_length} tokens at a time", " Or leave chunk_length out.")
     root = prefix_tree(texts, WORTH_A_CALL if reader.branches else NOWHERE)

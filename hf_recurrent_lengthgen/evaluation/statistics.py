@@ -71,18 +71,18 @@ def shown_above(
 
 
 def position_edges(
-    length: int, training_length: int, exact_until: int = 0, bins_per_octave: int = 16
+    length: int, training_length: int, exact_until: int = 0, bins_per_doubling: int = 16
 ) -> tuple[int, ...]:
     """Edges of disjoint bins over the positions [0, length): of width 1 below `exact_until`, then logarithmic.
 
     Bin i holds the positions edges[i] <= t < edges[i + 1]. The logarithmic edges are
-    round(training_length * 2^(k / bins_per_octave)), without duplicates, so the training length is always an edge. If
+    round(training_length * 2^(k / bins_per_doubling)), without duplicates, so the training length is always an edge. If
     `length` cuts the last bin to less than half of its width, the bin is merged with the previous one, unless it
     starts at the training length.
     """
-    lowest = -math.ceil(bins_per_octave * math.log2(training_length)) - bins_per_octave
-    highest = math.ceil(bins_per_octave * max(0.0, math.log2(length / training_length))) + 1
-    grid = {round(training_length * 2 ** (k / bins_per_octave)) for k in range(lowest, highest + 1)}
+    lowest = -math.ceil(bins_per_doubling * math.log2(training_length)) - bins_per_doubling
+    highest = math.ceil(bins_per_doubling * max(0.0, math.log2(length / training_length))) + 1
+    grid = {round(training_length * 2 ** (k / bins_per_doubling)) for k in range(lowest, highest + 1)}
     logarithmic = {edge for edge in grid if exact_until <= edge < length}
     edges = sorted({0, *range(min(exact_until, length)), *logarithmic, length})
     last = edges[-2]
@@ -133,6 +133,6 @@ def check_training_length(training_length: int) -> None:
         raise ValueError(f"training_length must be at least {SHORTEST_TRAINING_LENGTH}, got {training_length}.")
 
 
-def last_octave(length: int, training_length: int) -> tuple[int, int]:
+def last_doubling(length: int, training_length: int) -> tuple[int, int]:
     """The positions [L/2, L) without those inside the training length: the range of a summary."""
     return max(length // 2, training_length), length

@@ -40,7 +40,7 @@ Tokens = np.ndarray | Tensor
 """Token ids, (S, L + 1), of any integer dtype; cast chunk by chunk, so a memory map is not loaded as a whole."""
 
 
-def check_pieces(batch_size: int | None, chunk_length: int | None) -> None:
+def check_forward_sizes(batch_size: int | None, chunk_length: int | None) -> None:
     """Refuse sizes of a forward pass below 1, with which texts would stay unread."""
     for name, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
         if value is not None and value < 1:
@@ -99,7 +99,7 @@ def state_elements(model: Any) -> int:
     return sum(math.prod(part) for shape in shapes for part in shape)
 
 
-def kept_elements(reader: Reader, length: int) -> int:
+def carried_elements(reader: Reader, length: int) -> int:
     """Elements that a row carries after `length` tokens: its state, and the keys and values of attention layers."""
     kept = min(length, attention_window(reader.model) or length)
     return state_elements(reader.model) + kept * reader.elements_per_token
@@ -117,10 +117,10 @@ def forward_plan(
 ) -> tuple[int, int]:
     """Rows and tokens of one forward pass: as given, or the most within the three limits of this module.
 
-    `state` is the `kept_elements` of a row. Rows are split into batches before a chunk gets shorter than `shortest`.
+    `state` is the `carried_elements` of a row. Rows are split into batches before a chunk gets shorter than `shortest`.
     `most` is the limit of tokens.
     """
-    check_pieces(batch_size, chunk_length)
+    check_forward_sizes(batch_size, chunk_length)
     tokens = max(1, min(most, LOGITS_PER_FORWARD // vocabulary))
     if batch_size is None:
         batch_size = max(1, tokens // min(length, chunk_length or shortest))
@@ -223,7 +223,7 @@ def reading_plan(
     most = TOKENS_PER_FORWARD_ON_CPU if reader.device.type == "cpu" else TOKENS_PER_FORWARD
     logits = logits or reader.vocabulary
     if reader.carries:
-        state = kept_elements(reader, length)
+        state = carried_elements(reader, length)
         return forward_plan(rows, length, logits, batch_size, chunk_length, state, shortest, most)
     if length > (longest := LOGITS_AT_ONCE // logits):
         reader.refuse(f"a text of {length:,} tokens", f" At once it can read at most {longest:,} tokens here.")

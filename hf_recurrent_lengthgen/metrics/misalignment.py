@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_recurrent_lengthgen.evaluation.formatting import interval_text
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.measurement import Measurement
 from hf_recurrent_lengthgen.evaluation.results import Estimate, PartResult
 from hf_recurrent_lengthgen.evaluation.settings import CONFIDENCE
 from hf_recurrent_lengthgen.evaluation.statistics import estimate
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar
-from hf_recurrent_lengthgen.evaluation.words import interval_text
 from hf_recurrent_lengthgen.metrics.part import INSIDE, Part
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 

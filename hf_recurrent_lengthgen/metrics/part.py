@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hf_recurrent_lengthgen.evaluation.measurement import Measurement
 from hf_recurrent_lengthgen.evaluation.results import PartResult, Role
-from hf_recurrent_lengthgen.metrics.context_harm.words import Status
+from hf_recurrent_lengthgen.metrics.context_harm.summary import Status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # drawn on demand only

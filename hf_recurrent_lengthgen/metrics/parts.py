@@ -4,9 +4,9 @@ from typing import Any
 
 from hf_recurrent_lengthgen.metrics.misalignment import MISALIGNMENT
 from hf_recurrent_lengthgen.metrics.part import Part
-from hf_recurrent_lengthgen.metrics.remembrance.words import REMEMBRANCE
+from hf_recurrent_lengthgen.metrics.remembrance.summary import REMEMBRANCE
 from hf_recurrent_lengthgen.metrics.repeated_token import CONSTANT_PROMPT
-from hf_recurrent_lengthgen.metrics.states.words import STATES
+from hf_recurrent_lengthgen.metrics.states.summary import STATES
 
 PARTS: dict[str, Part[Any]] = {part.name: part for part in (STATES, REMEMBRANCE, MISALIGNMENT, CONSTANT_PROMPT)}
 """The parts of a diagnosis in addition to the evaluation, by name."""

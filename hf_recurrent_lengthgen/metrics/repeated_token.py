@@ -29,7 +29,7 @@ from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BINS_PER_OCTAVE = 4
+BINS_PER_DOUBLING = 4
 FAILURE_FACTOR = 2.0
 """A model fails where its loss exceeds this factor times the largest loss inside the training length (section 4.2)."""
 
@@ -100,7 +100,7 @@ def constant_prompt(
         nll = stream_nll(model, prompt, chunk_length=chunk_length, progress=progress, observer=observer).nll
     if observer is not None and any(layer.recurrent is not None for layer in observer.trajectory().layers):
         states = describe_states(model, observer.trajectory(), training_length, fixed=True)
-    edges = position_edges(length, training_length, 0, BINS_PER_OCTAVE)
+    edges = position_edges(length, training_length, 0, BINS_PER_DOUBLING)
     curve = make_curve(edges, bin_means(nll, edges))
     border = edges.index(training_length)
     inside, beyond = max(curve.mean[1:border]), curve.mean[border:]

@@ -74,7 +74,7 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
     write_text(path, text.getvalue())
 
 
-def keep_csv(path: Path, result: Any, asked: bool) -> None:
+def update_csv(path: Path, result: Any, asked: bool) -> None:
     """Write the rows of a result if `asked`, and over those of an earlier result, which would contradict it."""
     if asked or path.is_file():
         write_csv(path, rows_of(result))

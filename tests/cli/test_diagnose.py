@@ -119,7 +119,7 @@ def test_an_interrupt_says_how_to_go_on(
     def interrupt(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_recurrent_lengthgen.metrics.remembrance.words.effective_remembrance", interrupt)
+    monkeypatch.setattr("hf_recurrent_lengthgen.metrics.remembrance.summary.effective_remembrance", interrupt)
     assert diagnose(checkpoint, "--cache", tmp_path / "kept") == 130
     assert "the same command continues" in capsys.readouterr().err
     assert list((tmp_path / "kept").glob("*.json"))  # the states and the evaluation

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_recurrent_lengthgen.cli.options import read_options
-from hf_recurrent_lengthgen.cli.train_rows import with_pieces
+from hf_recurrent_lengthgen.cli.train_data import with_training_length
 from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from tests.cli.training import Train, trained_config, write
@@ -97,7 +97,7 @@ def test_the_training_length_is_the_piece_of_tbtt_or_the_longest_row() -> None:
     def settled(given: int | None, longest: int, *arguments: str) -> tuple[int, int | None]:
         common = ["--model", "m", "--output", "o", "--use-cpu", "--task", "passkey", "--training-length", "128"]
         settings, training, _ = read_options([*common, *arguments])
-        settings = with_pieces(settings, training, longest, given)
+        settings = with_training_length(settings, training, longest, given)
         return settings.length, training.bptt_chunk_length
 
     tbtt, none = ("--intervention", "tbtt"), ("--intervention", "none")

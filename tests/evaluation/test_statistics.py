@@ -27,13 +27,13 @@ def test_one_sequence_has_a_mean_and_no_interval() -> None:
 
 
 def test_edges_are_exact_then_logarithmic_with_the_training_length_among_them() -> None:
-    edges = position_edges(4096, 64, exact_until=8, bins_per_octave=2)
+    edges = position_edges(4096, 64, exact_until=8, bins_per_doubling=2)
     logarithmic = (8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724, 1024, 1448, 2048, 2896, 4096)
     assert edges == (*range(8), *logarithmic)
 
 
 def test_edges_without_an_exact_part() -> None:
-    assert position_edges(40, 10, bins_per_octave=1) == (0, 1, 2, 5, 10, 20, 40)
+    assert position_edges(40, 10, bins_per_doubling=1) == (0, 1, 2, 5, 10, 20, 40)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_edges_without_an_exact_part() -> None:
     ],
 )
 def test_a_last_bin_cut_below_half_is_joined(length: int, edges: tuple[int, ...]) -> None:
-    assert position_edges(length, 10, bins_per_octave=1) == edges
+    assert position_edges(length, 10, bins_per_doubling=1) == edges
 
 
 @pytest.mark.parametrize("length", [1, 2, 255, 256, 257, 300, 4096, 100_000, 2**20])

@@ -109,7 +109,7 @@ def test_what_cannot_be_measured_is_said(tokens: np.ndarray) -> None:
     ("part", "function"),
     [
         ("states", "states.measure.describe_states"),
-        ("remembrance", "remembrance.words.effective_remembrance"),
+        ("remembrance", "remembrance.summary.effective_remembrance"),
         ("misalignment", "misalignment.long_short_misalignment"),
         ("constant prompt", "repeated_token.constant_prompt"),
     ],

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from hf_recurrent_lengthgen.evaluation.formatting import interval_text
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.words import interval_text
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
-from hf_recurrent_lengthgen.metrics.context_harm.words import findings, status
+from hf_recurrent_lengthgen.metrics.context_harm.summary import findings, status
 from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import Step, next_steps
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from tests.cli.training import parser_of

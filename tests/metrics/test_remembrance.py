@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.metrics.remembrance.measure import (
     remembrance_values,
     start_points,
 )
-from hf_recurrent_lengthgen.metrics.remembrance.words import remembrance_figure
+from hf_recurrent_lengthgen.metrics.remembrance.summary import remembrance_figure
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt, constant_prompt_figure
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState

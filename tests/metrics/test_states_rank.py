@@ -16,8 +16,8 @@ from hf_recurrent_lengthgen.metrics.states import trajectory
 from hf_recurrent_lengthgen.metrics.states.figure import DRIFT, STEADY, rank_figure
 from hf_recurrent_lengthgen.metrics.states.measure import describe_states, diagnose_states
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis, StateRank
+from hf_recurrent_lengthgen.metrics.states.summary import STATES, rank_text
 from hf_recurrent_lengthgen.metrics.states.trajectory import effective_ranks
-from hf_recurrent_lengthgen.metrics.states.words import STATES, rank_text
 from hf_recurrent_lengthgen.plotting.style import INK
 from tests.hybrids.tiny_models import tiny_model
 from tests.metrics.diagnoses import POSITIONS, diagnosed, states

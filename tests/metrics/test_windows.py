@@ -6,7 +6,7 @@ import pytest
 
 from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.evaluation import streaming
-from hf_recurrent_lengthgen.evaluation.statistics import last_octave
+from hf_recurrent_lengthgen.evaluation.statistics import last_doubling
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.metrics.context_harm import windows as context_harm
 from hf_recurrent_lengthgen.metrics.context_harm.windows import context_use_bands, window_nll
@@ -90,8 +90,8 @@ def test_lengths_that_leave_nothing_to_compare_are_refused(counter_model: Any, r
 
 
 def test_ranges_of_the_summaries() -> None:
-    assert last_octave(4096, 64) == (2048, 4096)
-    assert last_octave(100, 64) == (64, 100)
+    assert last_doubling(4096, 64) == (2048, 4096)
+    assert last_doubling(100, 64) == (64, 100)
     assert context_use_bands(64) == ((12, 20), (56, 64))
     assert context_use_bands(4) == ((0, 2), (2, 4))
     assert context_use_bands(2048) == ((384, 640), (1792, 2048))

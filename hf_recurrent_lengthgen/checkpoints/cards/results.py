@@ -6,10 +6,10 @@ from functools import partial
 
 from hf_recurrent_lengthgen.checkpoints.cards.facts import Evidence
 from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape, table
+from hf_recurrent_lengthgen.evaluation.formatting import interval_text, number_text, tokens
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
-from hf_recurrent_lengthgen.evaluation.words import interval_text, number_text, tokens
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, EvaluationResult
-from hf_recurrent_lengthgen.metrics.context_harm.words import status
+from hf_recurrent_lengthgen.metrics.context_harm.summary import status
 from hf_recurrent_lengthgen.metrics.diagnosis.page import facts
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel
 from hf_recurrent_lengthgen.metrics.retrieval.result import RECALL_ACCURACY, RetrievalResult, Share

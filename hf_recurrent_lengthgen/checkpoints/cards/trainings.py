@@ -7,8 +7,8 @@ from dataclasses import fields
 from hf_recurrent_lengthgen.checkpoints.cards.facts import data_text
 from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape, table
 from hf_recurrent_lengthgen.checkpoints.records import Settings, TrainingRun
+from hf_recurrent_lengthgen.evaluation.formatting import number_text
 from hf_recurrent_lengthgen.evaluation.json_schema import Value
-from hf_recurrent_lengthgen.evaluation.words import number_text
 
 
 def trainings_table(runs: Mapping[int, TrainingRun]) -> str:

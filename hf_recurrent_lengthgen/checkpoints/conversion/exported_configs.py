@@ -9,7 +9,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     Format,
     Settings,
     plain,
-    told_settings,
+    user_overrides,
     with_settings,
 )
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
@@ -81,7 +81,7 @@ def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> S
             settings[name] = str(config.dtype).removeprefix("torch.")
     again = format.config_of(settings, metas)
     if settings is None and same:
-        again = with_settings(again, told_settings(config))  # as little said there as in the source
+        again = with_settings(again, user_overrides(config))  # as little said there as in the source
     _check_same(format, uniform(config), again)
     return settings
 

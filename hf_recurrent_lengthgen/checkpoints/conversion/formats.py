@@ -138,7 +138,7 @@ def with_settings(config: Any, told: Mapping[str, Any]) -> Any:
     return changed
 
 
-def told_settings(config: Any) -> Settings:
+def user_overrides(config: Any) -> Settings:
     """What `with_settings` was given for a converted checkpoint."""
     kept = getattr(config, SOURCE_CONFIG, None) or {}
     return dict(kept.get("set") or {})

@@ -27,7 +27,7 @@ from hf_recurrent_lengthgen.evaluation.statistics import (
     bin_means,
     binned_curve,
     estimate,
-    last_octave,
+    last_doubling,
     make_curve,
     perplexity,
     position_edges,
@@ -47,9 +47,9 @@ from hf_recurrent_lengthgen.metrics.context_harm.result import (
 )
 from hf_recurrent_lengthgen.metrics.context_harm.windows import WindowNll, context_use_bands, window_nll
 
-EXACT_UNTIL, FINE_PER_OCTAVE = 256, 16
-COARSE_PER_OCTAVE = 4
-VERDICT_PER_OCTAVE = 2
+EXACT_UNTIL, FINE_PER_DOUBLING = 256, 16
+COARSE_PER_DOUBLING = 4
+VERDICT_PER_DOUBLING = 2
 """Few, wide bins, because the noise of each bin enters the verdict."""
 
 
@@ -139,7 +139,7 @@ def _curves(task: Measurement, values: np.ndarray, first: int) -> TwoResolutions
     """Both resolutions of values (S, L - first) at the positions from `first` on."""
     fine, coarse = (
         binned_curve(values, position_edges(task.length, task.training_length, *bins), first, task.settings.confidence)
-        for bins in ((EXACT_UNTIL, FINE_PER_OCTAVE), (0, COARSE_PER_OCTAVE))
+        for bins in ((EXACT_UNTIL, FINE_PER_DOUBLING), (0, COARSE_PER_DOUBLING))
     )
     return TwoResolutions(fine, coarse)
 
@@ -147,7 +147,7 @@ def _curves(task: Measurement, values: np.ndarray, first: int) -> TwoResolutions
 def _context_harm(task: Measurement, read: StreamAndWindows) -> ContextHarm:
     trained, threshold = task.training_length, task.settings.harm_threshold
     harm = read.stream[:, trained:] - read.windows.truncated
-    curves, (start, stop) = _curves(task, harm, trained), last_octave(task.length, trained)
+    curves, (start, stop) = _curves(task, harm, trained), last_doubling(task.length, trained)
     bins, texts = curves.coarse, len(harm)
     harmful = shown_above(bins.mean, bins.low, threshold, texts, task.settings.confidence)
     return ContextHarm(
@@ -163,7 +163,7 @@ def _in_window(task: Measurement, read: StreamAndWindows) -> InWindow:
     trained, confidence, inside = task.training_length, task.settings.confidence, read.windows.in_window
     early, late = context_use_bands(trained)
     return InWindow(
-        curve=binned_curve(inside, position_edges(trained, trained, EXACT_UNTIL, FINE_PER_OCTAVE), 0, confidence),
+        curve=binned_curve(inside, position_edges(trained, trained, EXACT_UNTIL, FINE_PER_DOUBLING), 0, confidence),
         loss=estimate(inside, confidence),
         context_use=estimate(bin_means(inside, early) - bin_means(inside, late), confidence),
         early_band=early,
@@ -173,7 +173,7 @@ def _in_window(task: Measurement, read: StreamAndWindows) -> InWindow:
 
 
 def _verdict(task: Measurement, read: StreamAndWindows) -> LengthVerdict:
-    edges = position_edges(task.length, task.training_length, 0, VERDICT_PER_OCTAVE)
+    edges = position_edges(task.length, task.training_length, 0, VERDICT_PER_DOUBLING)
     border = edges.index(task.training_length)
     inside = bin_means(read.windows.in_window, edges[: border + 1])
     nll = np.concatenate([inside, bin_means(read.stream, edges[border:])], axis=1)
@@ -181,7 +181,7 @@ def _verdict(task: Measurement, read: StreamAndWindows) -> LengthVerdict:
 
 
 def _by_text(task: Measurement, read: StreamAndWindows) -> TextMeans:
-    trained, (start, stop) = task.training_length, last_octave(task.length, task.training_length)
+    trained, (start, stop) = task.training_length, last_doubling(task.length, task.training_length)
     loss, truncated = read.stream[:, start:stop], read.windows.truncated[:, start - trained : stop - trained]
     means = (values.mean(1, dtype=np.float64).tolist() for values in (loss - truncated, loss, read.windows.in_window))
     return TextMeans(*map(tuple, means))

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from hf_recurrent_lengthgen.evaluation.words import cell, number_text, range_text, tokens
+from hf_recurrent_lengthgen.evaluation.formatting import cell, number_text, range_text, tokens
 from hf_recurrent_lengthgen.metrics.context_harm.figure import (
     context_harm_figure,
     in_window_figure,
     position_wise_figure,
 )
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
-from hf_recurrent_lengthgen.metrics.context_harm.words import Finding
+from hf_recurrent_lengthgen.metrics.context_harm.summary import Finding
 from hf_recurrent_lengthgen.plotting.html import VARIABLES, Row, entry_list
 from hf_recurrent_lengthgen.plotting.style import role_colors
 

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hf_recurrent_lengthgen.metrics.context_harm.words import findings
+from hf_recurrent_lengthgen.metrics.context_harm.summary import findings
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from hf_recurrent_lengthgen.evaluation.words import interval_text, sentence
+from hf_recurrent_lengthgen.evaluation.formatting import interval_text, sentence
 from hf_recurrent_lengthgen.metrics.context_harm.page import (
     PICTURES,
     bands_text,
@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.page import (
     page_colors,
     provenance,
 )
-from hf_recurrent_lengthgen.metrics.context_harm.words import findings
+from hf_recurrent_lengthgen.metrics.context_harm.summary import findings
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.part import INSIDE, Part
 from hf_recurrent_lengthgen.metrics.parts import PARTS

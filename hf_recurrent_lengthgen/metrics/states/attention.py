@@ -23,7 +23,7 @@ from torch import nn
 from hf_recurrent_lengthgen.evaluation.readers import StateReader, reader_of
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
-from hf_recurrent_lengthgen.evaluation.statistics import check_training_length, estimate, last_octave
+from hf_recurrent_lengthgen.evaluation.statistics import check_training_length, estimate, last_doubling
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, chunk_borders, progress_bar, reading_plan
 from hf_recurrent_lengthgen.metrics.states.result import AttentionHarm
 from hf_recurrent_lengthgen.metrics.states.trajectory import sample_positions
@@ -112,7 +112,7 @@ def _places(borders: Sequence[int] | None, length: int, training_length: int) ->
     """The borders in order, by default the multiples of T in the second half of texts of `length` tokens."""
     most = length - training_length
     if borders is None:
-        first = -(-last_octave(length, training_length)[0] // training_length) * training_length
+        first = -(-last_doubling(length, training_length)[0] // training_length) * training_length
         borders = range(min(first, most), most + 1, training_length)
     places = sorted(set(borders))
     if not places or not 1 <= places[0] <= places[-1] <= most:

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
-from hf_recurrent_lengthgen.evaluation.statistics import check_training_length, estimate, last_octave
+from hf_recurrent_lengthgen.evaluation.statistics import check_training_length, estimate, last_doubling
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, stream_nll
 from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
 from hf_recurrent_lengthgen.hybrids.windows import attending_to, check_window
@@ -50,7 +50,7 @@ def attention_window_harm(
     check_training_length(training_length)
     reader, reading = reader_of(model), settings.reading
     array = check_tokens(tokens, reader.vocabulary, training_length + 1)
-    start, stop = last_octave(array.shape[1] - 1, training_length)
+    start, stop = last_doubling(array.shape[1] - 1, training_length)
     half, long = training_length // 2, start - training_length
     first = long // half * half  # where a window of the whole text begins
     if windows is None:

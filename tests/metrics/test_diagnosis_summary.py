@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from hf_recurrent_lengthgen.evaluation.formatting import sentence
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.words import sentence
 from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_summary, facts, not_measured, verdicts
 from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
-from hf_recurrent_lengthgen.metrics.remembrance.words import remembrance_text
+from hf_recurrent_lengthgen.metrics.remembrance.summary import remembrance_text
 from hf_recurrent_lengthgen.metrics.repeated_token import constant_prompt_text
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
-from hf_recurrent_lengthgen.metrics.states.words import (
+from hf_recurrent_lengthgen.metrics.states.summary import (
     attention_text,
     drift_text,
     left_text,

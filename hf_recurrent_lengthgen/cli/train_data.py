@@ -34,7 +34,7 @@ def _lookahead(training: InitialStateConfig) -> int:
     return training.alignment_max_extra or default_extra(training.alignment_length, training.alignment_min_context)
 
 
-def training_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
+def training_data(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
     """The training data."""
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.row_processes
     samples = rows * training.max_steps if training.max_steps > 0 else TASK_SAMPLES
@@ -55,7 +55,7 @@ def training_rows(settings: RunArguments, training: InitialStateConfig, tokenize
     return PackedBlocks(found, settings.length + max(lookahead - 1, 0))
 
 
-def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
+def evaluation_data(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
     """The evaluation data: other text, keys or questions than the training data."""
     found = _found(settings, training, tokenizer, TASK_EVALUATION_SAMPLES, held_out=True)
     return PackedBlocks(found, settings.length) if settings.task == "text" else found
@@ -85,7 +85,9 @@ def _found(
     return stream
 
 
-def with_pieces(settings: RunArguments, training: InitialStateConfig, longest: int, given: int | None) -> RunArguments:
+def with_training_length(
+    settings: RunArguments, training: InitialStateConfig, longest: int, given: int | None
+) -> RunArguments:
     """The settings with the training length of prompts or examples: the piece in which they are read, or the longest.
 
     Args:

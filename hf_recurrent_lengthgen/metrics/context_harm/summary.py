@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_recurrent_lengthgen.evaluation.words import interval_text, number_text, range_text
+from hf_recurrent_lengthgen.evaluation.formatting import interval_text, number_text, range_text
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
 
 Status = Literal["breaks", "holds", "unclear"]

@@ -7,10 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 
+from hf_recurrent_lengthgen.evaluation.formatting import interval_text
 from hf_recurrent_lengthgen.evaluation.measurement import Measurement
 from hf_recurrent_lengthgen.evaluation.results import Role
 from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
-from hf_recurrent_lengthgen.evaluation.words import interval_text
 from hf_recurrent_lengthgen.metrics.part import Part, Picture
 from hf_recurrent_lengthgen.metrics.remembrance.measure import LENGTHS_OF_TRAINING, Remembrance, effective_remembrance
 from hf_recurrent_lengthgen.plotting import style

@@ -7,10 +7,10 @@ heads, if it is with one confidence for all of them.
 from collections.abc import Sequence
 from statistics import fmean
 
+from hf_recurrent_lengthgen.evaluation.formatting import interval_text, number_text
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.statistics import shown_above
-from hf_recurrent_lengthgen.evaluation.words import interval_text, number_text
-from hf_recurrent_lengthgen.metrics.context_harm.words import Status
+from hf_recurrent_lengthgen.metrics.context_harm.summary import Status
 from hf_recurrent_lengthgen.metrics.part import Part, Picture
 from hf_recurrent_lengthgen.metrics.states.distance import SMALLEST_DRIFT
 from hf_recurrent_lengthgen.metrics.states.figure import (
