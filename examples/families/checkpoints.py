@@ -1,12 +1,12 @@
-"""Make the checkpoints of model_cards/: for each family a base, and the one that state passing makes of it.
+"""Make the checkpoints of model_cards/: for each family a base, and the same after state passing.
 
-    python examples/families/checkpoints.py                      # all; what is there is not made again
+    python examples/families/checkpoints.py                      # all that are missing
     python examples/families/checkpoints.py --families rwkv6     # one family; delete a folder to train it again
-    python examples/families/checkpoints.py --cards              # the cards and the table again, from what is there
+    python examples/families/checkpoints.py --cards              # the cards and the table, without training
 
-Trains what is missing (one thread, minutes each), a post-trained model from the base that is there, verifies and
-evaluates both up to 64 training lengths, and writes their cards and the table of model_cards/README.md. The repository
-does not hold the code of their classes: `lengthgen verify` adds it.
+Trains what is missing (one thread, minutes each; the second from the base in model_cards/), verifies and evaluates
+both up to 64 training lengths, and writes their cards and the table of model_cards/README.md. The repository does not
+hold the code of their classes: `lengthgen verify` adds it.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from small_setting import lengthgen, ship
 from study_pages import fill, markdown
 
 METHODS = {"base": "base", "state_passing": "intervention"}
+"""Roles."""
 SEED = 1
 SEEDS = {"kda_short": 0}
 """Of families whose base of seed 1 hardly fails."""
@@ -56,7 +57,7 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "falcon_h1": (1_600, FAR),
     "qwen3_next": (200, {}),
 }
-"""What others take."""
+"""Of families that take another number."""
 WEIGHTS = "model.safetensors"
 LENGTHS = 64
 """Training lengths up to which the post-trained models generalize."""
@@ -64,14 +65,14 @@ OCTAVES = [f"{1 << octave}T to {2 << octave}T" for octave in range(LENGTHS.bit_l
 
 
 class Pairs(FamilyStudy):
-    """The trainings of the study, but of as many steps as post-training takes, and from the bases that are there."""
+    """The trainings of the study, with as many steps as each family takes, from the bases in `checkpoints`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         self.checkpoints, self.tiny = Path(options.checkpoints), options.tiny
 
     def loaded(self, folder: Path) -> Any:
-        """A hybrid gets a window for its attention, which no initial state helps."""
+        """A hybrid gets a window for its attention, which no initial state can repair."""
         model = super().loaded(folder)
         if getattr(model, "attends", False):
             stateful(model, attention_window=model.config.training_length)
@@ -98,7 +99,7 @@ class Pairs(FamilyStudy):
 
 def folders(family: str, checkpoints: Path) -> list[Path]:
     """Of the base and of the post-trained model."""
-    return [checkpoints / f"{family.replace('_', '-')}-{name}" for name in METHODS.values()]
+    return [checkpoints / f"{family}-{method}".replace("_", "-") for method in METHODS]
 
 
 def made(family: str, checkpoints: Path) -> bool:
@@ -108,7 +109,7 @@ def made(family: str, checkpoints: Path) -> bool:
 def make(study: Pairs, family: str, checkpoints: Path) -> None:
     """Both checkpoints of a family, with evaluation and cards."""
     if made(family, checkpoints):
-        print(f"{family}: is there")
+        print(f"{family}: has both checkpoints")
         return
     seed = SEEDS.get(family, SEED)
     for method, folder in zip(METHODS, folders(family, checkpoints), strict=True):
@@ -128,7 +129,7 @@ def make(study: Pairs, family: str, checkpoints: Path) -> None:
 
 
 def row(family: str, checkpoints: Path) -> list[str]:
-    """What the results in the base's folder say of both."""
+    """A line of the table, from the results in the base's folder."""
     base, passed = folders(family, checkpoints)
     models = read_result(base / "results/comparison.json", Comparison).models
     evaluations = {model.role: model.evaluation for model in models}
@@ -142,7 +143,7 @@ def row(family: str, checkpoints: Path) -> list[str]:
 
 
 def octaves(evaluation: EvaluationResult) -> list[float]:
-    """Harm at T to 2T, 2T to 4T, ... of a training length T, in nats per byte."""
+    """Excess loss at T to 2T, 2T to 4T, ... of a training length T, in nats per byte."""
     curve, length = evaluation.harm.curves.coarse, evaluation.training_length
     bins = [(a, b - a, mean) for (a, b), mean in zip(pairwise(curve.edges), curve.mean, strict=True)]
     harms = []
@@ -177,7 +178,15 @@ def main() -> None:
         for family in options.families:
             make(study, family, checkpoints)
     rows = [row(family, checkpoints) for family in FAMILIES if made(family, checkpoints)]
-    head = ["family", "checkpoints", "steps, drop", "harm of the base", *OCTAVES, "loss inside: base", "state passing"]
+    head = [
+        "family",
+        "checkpoints",
+        "steps, drop",
+        "excess loss of the base",
+        *OCTAVES,
+        "loss within T: base",
+        "state passing",
+    ]
     table = markdown(head, rows)
     print(table)
     if (checkpoints / "README.md").is_file():

@@ -1,4 +1,4 @@
-"""The models of the study of families: configurations, and the starts that let them fail at this size."""
+"""The models of the study of families: configurations, and the initializations with which they fail at this size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ HYBRID_MAMBA2 |= {"mamba_chunk_size": 64}
 
 
 class Start(NamedTuple):
-    """A change to the random weights of a new model, and its record."""
+    """An initialization: a change to the random weights of a new model, and its record."""
 
     change: Callable[[Any], None]
     weights: InitialWeights
@@ -47,7 +47,7 @@ def rwkv_decays(model: Any) -> None:
 
 @torch.no_grad()
 def slow_rwkv(model: Any) -> None:
-    """In RWKV-5, RWKV-6 and RWKV-7 the decays that a mimetic start gives the keys of GLA."""
+    """In RWKV-5, RWKV-6 and RWKV-7 the decays that mimetic initialization gives the keys of GLA."""
     for module in model.modules():
         if hasattr(module, "time_decay"):  # RWKV-5: (heads, keys)
             module.time_decay.copy_(-C * (torch.arange(module.time_decay.shape[-1]) + 2.0).log())
@@ -67,7 +67,7 @@ def slow_bound(model: Any) -> None:
 
 @torch.no_grad()
 def slow_delta(model: Any) -> None:
-    """The decays and step sizes of a mimetic start in gated delta layers."""
+    """The decays and step sizes of mimetic initialization in gated delta layers."""
     for module in model.modules():
         if hasattr(module, "A_log"):
             module.A_log.copy_(-C * (torch.arange(len(module.A_log)) + 2.0).log())
@@ -85,9 +85,9 @@ SLOW_DELTA = Start(slow_delta, InitialWeights(changed="decays of exp(-(h + 1)^-5
 
 @dataclass(frozen=True)
 class Family:
-    """How its base starts and is trained: `config` holds what differs from `SHARED`, `start` changes a new model.
+    """How its base is initialized and trained: `config` holds what differs from `SHARED`, `start` changes a new model.
 
-    `longer` multiplies the steps of the base, `shorter` divides the training length and multiplies the rows of a step.
+    `longer` multiplies the steps of the base; `shorter` divides the training length T and multiplies the batch size.
     """
 
     label: str
@@ -116,10 +116,10 @@ RWKV7 = Family("RWKV-7", "stateful_rwkv7", {"head_dim": 32}, SLOW_RWKV)
 RWKV5 = Family("RWKV-5", "stateful_rwkv5", {"head_size": 32}, SLOW_RWKV)
 FAMILIES = {
     "mamba2": MAMBA2,
-    "mamba2_default": replace(MAMBA2, label="Mamba-2, default start", start=None, longer=4, shorter=2),
+    "mamba2_default": replace(MAMBA2, label="Mamba-2, T = 64", start=None, longer=4, shorter=2),
     "mamba2_large_default": replace(
         MAMBA2,
-        label="Mamba-2, default start, N 128, rows of 16",
+        label="Mamba-2, T = 16, N = 128",
         config=MAMBA2.config | {"state_size": 128},
         start=None,
         longer=4,
@@ -127,7 +127,7 @@ FAMILIES = {
     ),
     "mamba2_long_default": replace(
         MAMBA2,
-        label="Mamba-2, default start, width 64, 20 million bytes",
+        label="Mamba-2, T = 64, width 64, 20 million bytes",
         config=MAMBA2.config | {"hidden_size": 64, "num_heads": 4},
         start=None,
         longer=10,
@@ -136,7 +136,7 @@ FAMILIES = {
     "mamba": MAMBA1,
     "mamba_default": replace(
         MAMBA1,
-        label="Mamba-1, default start, width 64",
+        label="Mamba-1, T = 64, width 64",
         config=MAMBA1.config | {"hidden_size": 64},
         start=None,
         longer=4,
@@ -147,11 +147,11 @@ FAMILIES = {
     ),
     "gla": Family("GLA", "stateful_gla", GATED, MIMETIC),
     "rwkv6": RWKV6,
-    "rwkv6_default": replace(RWKV6, label="RWKV-6, authors' start", start=RWKV_DECAYS, longer=2, shorter=2),
+    "rwkv6_default": replace(RWKV6, label="RWKV-6, T = 64", start=RWKV_DECAYS, longer=2, shorter=2),
     "rwkv5": RWKV5,
-    "rwkv5_default": replace(RWKV5, label="RWKV-5, authors' start", start=None, longer=2, shorter=2),
+    "rwkv5_default": replace(RWKV5, label="RWKV-5, T = 64", start=None, longer=2, shorter=2),
     "rwkv7": RWKV7,
-    "rwkv7_default": replace(RWKV7, label="RWKV-7, default start", start=None),
+    "rwkv7_default": replace(RWKV7, start=None),
     "hgrn2": Family("HGRN-2", "stateful_hgrn2", {"expand_ratio": 32}, SLOW_BOUND),
     "delta_net": DELTA_NET,
     "delta_net_negative": replace(
@@ -163,7 +163,7 @@ FAMILIES = {
         label="Gated DeltaNet, negative eigenvalues",
         config=GATED_DELTANET.config | {"allow_neg_eigval": True},
     ),
-    "gated_deltanet_default": replace(GATED_DELTANET, label="Gated DeltaNet, default start", start=None),
+    "gated_deltanet_default": replace(GATED_DELTANET, start=None),
     "kda": Family("Kimi Delta Attention", "stateful_kda", {"num_heads": 3, "head_dim": 32}, SLOW_DELTA),
     "bamba": Family(
         "Bamba (Mamba-2 and attention)", "bamba", {**HYBRID, **HYBRID_MAMBA2, "attn_layer_indices": [1]}, MIMETIC
@@ -209,9 +209,9 @@ FAMILIES = {
     ),
 }
 SHORT = 8
-"""Of the second training length of the delta rule: 16, half of the keys of a head."""
+"""`shorter` of the second training length of the delta rule: 16, half of the keys of a head."""
 FAMILIES |= {
-    f"{name}_short": replace(family, label=f"{family.label}, rows of 16", shorter=SHORT)
+    f"{name}_short": replace(family, label=f"{family.label}, T = 16", shorter=SHORT)
     for name, family in FAMILIES.items()
     if name.startswith(("rwkv7", "delta_net", "gated_deltanet", "kda", "qwen3_next"))
 }

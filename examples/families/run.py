@@ -1,19 +1,22 @@
 """Do the families fail beyond their training length, and what restores length generalization?
 
-For each family and seed a base is trained from nothing on rows of 128 or 64 bytes, and each method trains it further
-with equally many steps and tokens. An arm is one such training and its measurement. Arms that have a result in
---results are not run again, so an interrupted study continues, and several commands with different --families share
-the work. Checkpoints are written to --output. At the end, families.md and the figures are written beside the results,
-from all arms that are there.
+For each family and seed a base is trained from scratch on sequences of 128, 64 or 16 bytes. Each method post-trains it
+with the same number of steps and tokens. An arm is one such training and its measurement. Arms that have a result in
+--results are not run again, so an interrupted study continues, and several commands with different --families can
+share the work. Checkpoints are written to --output. At the end, families.md and the figures in the folder of the
+results are written from all arms that have a result.
 """
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from transformers import AutoModelForCausalLM, set_seed
 
 from hf_recurrent_lengthgen import stateful
@@ -23,7 +26,7 @@ from hf_recurrent_lengthgen.data import ContinuedChunks
 from hf_recurrent_lengthgen.metrics import EvaluationSettings, attention_apart, attention_window_harm
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, perplexity_axis, set_ticks
 from hf_recurrent_lengthgen.trainers import (
     FittedNoiseTrainer,
     InitialStateTrainer,
@@ -36,7 +39,7 @@ from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from family_models import FAMILIES, SHARED, SPECIAL, STOCK
+from family_models import FAMILIES, RWKV_DECAYS, SHARED, SPECIAL, STOCK
 from small_setting import Result, SlowStudy, Training, options_of, parsed
 from study_pages import fill, legend_below, markdown, over_seeds, panels
 
@@ -62,10 +65,10 @@ METHODS = {
     "state_passing": Method("state passing", StatePassingTrainer, "#0072b2"),
     "tbtt": Method("TBTT", TbttTrainer, "#009e73"),
     "fitted_noise": Method("fitted noise", FittedNoiseTrainer, "#aa4499"),
-    "fitted_noise_zero": Method("fitted noise, a fifth zero", MixedStatesTrainer, "#cc79a7", ZERO_SHARE),
+    "fitted_noise_zero": Method("fitted noise, 20 % zero states", MixedStatesTrainer, "#cc79a7", ZERO_SHARE),
     "fitted_noise_first": Method("fitted noise of the first step", FittedNoiseTrainer, "#5b636d", FIRST),
     "fitted_noise_first_zero": Method(
-        "fitted noise of the first step, a fifth zero",
+        "fitted noise of the first step, 20 % zero states",
         MixedStatesTrainer,
         "#9aa3ad",
         {"mixture": {"zero": 0.2, "fitted_noise": {"share": 0.8, **FIRST}}},
@@ -75,9 +78,9 @@ Measured = dict[str, dict[str, dict[int, Result]]]
 VARIANTS = ("_default", "_negative", "_short")
 """Ends of the names of families that differ from another in one thing."""
 FAILS = 0.02
-"""Harm of a base that fails, in nats per byte."""
+"""Least excess loss of a base in the README's table, in nats per byte."""
 EXTRA = ("fitted_noise_first", "fitted_noise_first_zero")
-"""Methods that run when they are asked for: what makes fitted noise costly."""
+"""Methods that run only if --methods names them: why fitted noise raises the loss within T."""
 
 
 class FamilyStudy(SlowStudy):
@@ -146,12 +149,12 @@ class FamilyStudy(SlowStudy):
         return sizes
 
     def start(self, name: str, seed: int) -> Path:
-        """The checkpoint of a base, which is trained again where it was not kept."""
+        """The checkpoint of a base, which is trained again if it is missing."""
         self.arm(name.partition("/")[0], "base", seed, checkpoint=True)
         return self.folder(name, seed)
 
     def length_of(self, family: str) -> int:
-        """Of the training rows, in bytes."""
+        """The training length T in bytes."""
         return self.settings.training_length // FAMILIES[family].shorter
 
     def post_training(self, family: str, method: str) -> tuple[int, dict[str, Any]]:
@@ -190,8 +193,33 @@ def growth(result: Result) -> float:
     return max(last / first for first, last in zip(states["1"], list(states.values())[-1], strict=True) if first)
 
 
-PARTS = {"both": "harm of both", "recurrent": "of the recurrent states alone", "attention": "of attention alone"}
-PARTS |= {"window": "of both, with a window of T"}
+PARTS = {"both": "excess loss of both", "recurrent": "of long states alone", "attention": "of long attention alone"}
+PARTS |= {"window": "of both, with sliding-window attention of T"}
+
+
+ALTERNATIVES = {
+    "families": "Excess loss by position, a panel for each family: base and plain training rise beyond 128 bytes in "
+    "all but Gated DeltaNet and Kimi Delta Attention. State passing stays near zero in all but the hybrids with full "
+    "attention",
+    "perplexity": "Perplexity by position, a panel for each family: base and plain training rise beyond 128 bytes "
+    "where the excess loss does. State passing and TBTT rise less or not at all",
+    "variants": "Excess loss by position, a panel for each variant: flat at zero for the default initialization of "
+    "Mamba-2, RWKV-7 and Gated DeltaNet. In DeltaNet, and at T = 16 in RWKV-7 and Kimi Delta Attention, the "
+    "base rises and state passing stays below it",
+}
+"""What the lines of the figures do."""
+
+
+def names_of(family: str) -> tuple[str, str]:
+    """A family and its initialization."""
+    spec = FAMILIES[family]
+    return spec.label, "default" if spec.start is None else "authors'" if spec.start is RWKV_DECAYS else "slow decay"
+
+
+def title_of(family: str) -> str:
+    """The name in figures and short tables, without the layers of a hybrid."""
+    label, initialization = names_of(family)
+    return re.sub(r" \(.*\)", "", label) + f": {initialization}"
 
 
 def label_of(method: str) -> str:
@@ -199,14 +227,14 @@ def label_of(method: str) -> str:
 
 
 def over_parts(results: dict[int, Result], part: str) -> str:
-    """Mean over seeds, least and most, of a harm of `attention_apart`, or with a window; "" where it is not known."""
+    """Mean and range over seeds of an excess loss of `attention_apart`, or with a window; "" if not measured."""
     if not all(part in result["apart"] for result in results.values()):
         return ""
     return over_seeds([{part: result["apart"][part]} for result in results.values()], part, "+.3f")
 
 
 def report(study: FamilyStudy, seeds: list[int]) -> None:
-    """Table, picture and numbers of the arms that are there."""
+    """Tables and figures of the arms that have a result."""
     measured = measured_arms(study, seeds)
     if not measured:
         print("No arm has a result yet.")
@@ -219,10 +247,10 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
             numbers += [over_seeds(values, key) for key in ("in_window", "context_use")]
             grown = [growth(value) for value in values]
             numbers.append(f"{sum(grown) / len(grown):.2g} ({min(grown):.2g} to {max(grown):.2g})")
-            rows.append([FAMILIES[family].label, label_of(method), ", ".join(map(str, results)), *numbers])
+            rows.append([*names_of(family), label_of(method), ", ".join(map(str, results)), *numbers])
     start, stop = next(iter(next(iter(next(iter(measured.values())).values())).values()))["harm_range"]
-    head = ["family", "method", "seeds", f"harm at {start:,}-{stop:,}", "loss inside", "context use"]
-    table = markdown([*head, "growth of states"], rows)
+    head = ["family", "initialization", "method", "seeds", f"excess loss at {start:,}-{stop:,}", "loss within T"]
+    table = markdown([*head, "context use", "growth of states"], rows)
     rows = [
         [FAMILIES[family].label, label_of(method), *(over_parts(results, part) for part in PARTS)]
         for family, methods in measured.items()
@@ -237,7 +265,7 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
     (study.results / "families.md").write_text(text, encoding="utf-8")
     variants = {name: methods for name, methods in measured.items() if name.endswith(VARIANTS)}
     families = {name: methods for name, methods in measured.items() if name not in variants}
-    parts = {"families": families, "harm": families, "variants": variants}
+    parts = {"families": families, "perplexity": families, "variants": variants}
     figures = {f"{name} figure": figure(study, name, part) for name, part in parts.items() if part}
     if study.results == HERE / "results":
         fill(HERE / "README.md", figures)
@@ -247,7 +275,7 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
 
 
 def summary(measured: Measured) -> str:
-    """Mean harm of the base, after plain training and after state passing; with a window of T in hybrids.
+    """Mean excess loss of the base, after plain training and after state passing; in hybrids with a window of T.
 
     Only of those that fail. First those that do from the default initialization, then those with slow decay.
     """
@@ -258,13 +286,13 @@ def summary(measured: Measured) -> str:
         if methods.keys() >= {*shown} and not family.endswith("_short") and (own or not family.endswith(VARIANTS)):
             harms = [harm_of(methods[method]) for method in shown]
             if harms[0] >= FAILS:
-                label = FAMILIES[family].label.removesuffix(", default start").partition(" (")[0]
+                label = names_of(family)[0].partition(" (")[0]
                 rows.append([label, "default" if own else "slow decay", *(f"{harm:+.2f}" for harm in harms)])
     return markdown(["", "initialization", *map(label_of, shown)], rows).replace("-0.00", "+0.00")
 
 
 def lengths_table(measured: Measured) -> str:
-    """Families with two training lengths: mean harm of the base and after state passing, at each."""
+    """Families with two training lengths: mean excess loss of the base and after state passing, at each."""
 
     def cell(family: str) -> str:
         methods = measured.get(family, {})
@@ -273,12 +301,12 @@ def lengths_table(measured: Measured) -> str:
 
     pairs = [(name, f"{name}_short") for name in FAMILIES if f"{name}_short" in FAMILIES]
     pairs = [pair for pair in pairs if {*pair} & measured.keys()]
-    rows = [[FAMILIES[long].label, cell(long), cell(short)] for long, short in pairs]
-    return markdown(["", "rows of 128", "rows of 16"], rows).replace("-0.00", "+0.00")
+    rows = [[title_of(long), cell(long), cell(short)] for long, short in pairs]
+    return markdown(["", "T = 128", "T = 16"], rows).replace("-0.00", "+0.00")
 
 
 def harm_of(results: dict[int, Result]) -> float:
-    """Mean over seeds of the harm, in hybrids of that with a window, or of the recurrent states alone if not known."""
+    """Mean excess loss over seeds; in hybrids with a window of T, or of long states alone if not measured."""
     harms = []
     for result in results.values():
         apart = result.get("apart", {})
@@ -287,26 +315,42 @@ def harm_of(results: dict[int, Result]) -> float:
 
 
 def figure(study: FamilyStudy, name: str, measured: Measured) -> str:
-    """Harm, or perplexity as "families", against position, a panel for each family, as NAME.png; how to show it."""
-    what, unit = ("Perplexity", "perplexity, per byte") if name == "families" else ("Harm", "harm, nats per byte")
-    picture, axes = panels([FAMILIES[family].label for family in measured], min(4, len(measured)))
+    """Excess loss (or perplexity) by position as NAME.png, a panel for each family; the image in Markdown."""
+    unit = "perplexity per byte" if name == "perplexity" else "excess loss (nats per byte)"
+    picture, axes = panels([title_of(family) for family in measured], min(2, len(measured)))
     for axis, (family, methods) in zip(axes, measured.items(), strict=True):
         lines = {
             label_of(method): ("#d55e00" if method == "base" else METHODS[method].color, [*results.values()])
             for method, results in methods.items()
             if method not in EXTRA
         }
-        if name == "families":
-            study.draw_perplexity(axis, lines, study.length_of(family))
-            continue
-        study.draw_harm(axis, lines, study.length_of(family))
-        low, high = axis.get_ylim()
-        axis.set_ylim(min(low, -0.02), max(high, 0.1))
-    for axis in axes[::4]:
+        draw = study.draw_perplexity if name == "perplexity" else study.draw_harm
+        draw(axis, lines, study.length_of(family))
         axis.set_ylabel(unit, fontsize=FONT_SIZE - 1, color=INK)
-    legend_below(picture, axes, 6)
+        if name != "perplexity":
+            write_excess_losses(axis, methods)
+    low, high = (limit(axis.get_ylim()[n] for axis in axes) for n, limit in enumerate((min, max)))
+    picture.set_size_inches(8.8, 2.6 * -(-len(axes) // 2) + 0.8)
+    for axis in axes:  # one scale for all
+        if name == "perplexity":
+            axis.set_ylim(low, high)
+            perplexity_axis(axis)
+        else:
+            axis.set_yscale("symlog", linthresh=0.1, linscale=0.5)
+            axis.set_ylim(-0.1, 12)
+            set_ticks(axis.yaxis, [0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5], "{:g}".format)
+    legend_below(picture, axes, 3)
     save_png(picture, study.results / f"{name}.png")
-    return f"![{what} against position: a panel for each family](results/{name}.png)\n"
+    return f"![{ALTERNATIVES[name]}](results/{name}.png)\n"
+
+
+def write_excess_losses(axis: Axes, methods: dict[str, dict[int, Result]]) -> None:
+    """The table's means of the base (above) and after state passing, in the upper right corner of a panel."""
+    for place, (method, color) in enumerate({"base": "#d55e00", "state_passing": "#0072b2"}.items()):
+        if method in methods:
+            mean = fmean(result["harm_last"]["mean"] for result in methods[method].values())
+            at = {"transform": axis.transAxes, "ha": "right", "va": "top", "fontsize": FONT_SIZE, "color": color}
+            axis.text(0.99, 0.99 - 0.12 * place, f"{mean:+.2f}".replace("-0.00", "+0.00"), fontweight="bold", **at)
 
 
 def main() -> None:
@@ -317,7 +361,7 @@ def main() -> None:
         "--methods", nargs="+", choices=("base", *METHODS), default=usual, help=f"which (all but {', '.join(EXTRA)})"
     )
     options = parsed(parser)
-    torch.set_num_threads(1)  # the results of small trainings hang on the order of sums
+    torch.set_num_threads(1)  # the order of sums changes the results of small trainings
     study = FamilyStudy(options)
     arms: list[Callable[[], Any]] = [
         lambda family=family, method=method, seed=seed: study.arm(family, method, seed)  # type: ignore[misc]
@@ -327,7 +371,7 @@ def main() -> None:
     ]
     for arm in arms:
         arm()
-    report(study, sorted({0, 1, 2, *options.seeds}))  # all seeds, whichever this command ran
+    report(study, sorted({0, 1, 2, *options.seeds}))  # all seeds that have results
 
 
 if __name__ == "__main__":

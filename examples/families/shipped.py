@@ -1,12 +1,13 @@
-"""What the papers measure of their models and cost little, of the pairs of model_cards/.
+"""Three cheap measurements of the papers, on the pairs of model_cards/.
 
-    python examples/families/shipped.py        # three minutes of one core; goes on where it stopped
+    python examples/families/shipped.py        # three minutes of one core; continues where it stopped
 
 - Effective Remembrance after 4 T bytes (arXiv:2507.02782, Definition 3.3) in three distances, and whether they rank
   the points of the text alike (appendix G, Fig. 13): Spearman's coefficient over the points.
 - The "newlines" prompt (arXiv:2410.07145, appendices G and I), read to 64 T.
 - Sizes of states and models (Fig. 12 there).
-- The rule of T_forget (section 4.2 there) on the evaluations of the cards: a loss beyond T twice the largest inside.
+- The rule of T_forget (section 4.2 there) on the evaluations of the cards: is a loss beyond T above twice the largest
+  within T?
 
 Writes results/shipped.json, and the tables of README.md. Pairs whose weights changed are measured again.
 """
@@ -38,12 +39,12 @@ from study_pages import fill, markdown
 
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
 TEXTS, LENGTHS, POINTS = 8, 64, 32
-KINDS = ("base", "state-passing")
+KINDS, LABELS = ("base", "state-passing"), ("base", "after state passing")
 Results = dict[str, dict[str, Any]]
 
 
 def measured(path: Path, lengths: int, kept: dict[str, Any] | None) -> dict[str, Any]:
-    """The numbers of a checkpoint; those that are kept if they are of these weights."""
+    """The numbers of a checkpoint; `kept` if it is of the same weights."""
     model: Any = load_language_model(str(path))
     weights = model_record(model)["weights"]
     if kept is not None and kept["weights"] == weights:
@@ -100,14 +101,14 @@ def tables(results: Results) -> dict[str, str]:
         "distances": markdown([*head, "rank correlation with Jensen-Shannon", "with cosine"], distances),
         "newlines": markdown(
             ["pair", "parameters", "state elements"]
-            + [f"{what}, {kind}" for what in ("loss inside / beyond", "heads that drift") for kind in KINDS],
+            + [f"{what}, {kind}" for what in ("loss within / beyond T", "heads that drift") for kind in LABELS],
             prompts,
         ),
     }
 
 
 def rule(pairs: Sequence[str]) -> str:
-    """A row for each pair: largest loss beyond T over the largest inside, with and without the first quarter of T."""
+    """A row for each pair: largest loss beyond T over the largest within T, with and without the first quarter of T."""
     rows = []
     for name in pairs:
         card = ROOT / "model_cards" / f"{name}-base" / "results" / "comparison.json"
@@ -119,7 +120,7 @@ def rule(pairs: Sequence[str]) -> str:
             ]
             cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
         rows.append([name, *cells])
-    head = ["pair: base, after state passing", "harm in the last octave", "largest loss beyond T / inside"]
+    head = ["pair: base, after state passing", "excess loss in the last doubling", "largest loss beyond / within T"]
     return markdown([*head, "the same without the first T/4"], rows)
 
 
