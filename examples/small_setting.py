@@ -39,7 +39,8 @@ from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
-STUDIED: dict[str, Any] = {"base_steps": 1000, "post_training_steps": 200, "evaluation_multiple": 32, "sequences": 16}
+STUDIED: dict[str, Any] = {"base_steps": 1000, "post_training_steps": 200, "state_drop_probability": 0.1}
+STUDIED |= {"evaluation_multiple": 32, "sequences": 16}
 SETTINGS = replace(demo.DEFAULTS, **STUDIED)
 SHORT: dict[str, Any] = {"training_length": 16, "batch_size": 4, "base_steps": 2, "post_training_steps": 2}
 SHORT |= {"evaluation_multiple": 4, "sequences": 2}
