@@ -108,16 +108,15 @@ def tables(results: Results) -> dict[str, str]:
 
 
 def rule(pairs: Sequence[str]) -> str:
-    """A row for each pair: largest loss beyond T over the largest within T, with and without the first quarter of T."""
+    """A row for each pair: largest loss beyond T over the largest within it, with and without the first quarter."""
     rows = []
     for name in pairs:
         card = ROOT / "model_cards" / f"{name}-base" / "results" / "comparison.json"
         models = {model.role: model.evaluation for model in read_result(card, Comparison).models}
-        cells = [f"{models['base'].harm.last.mean:+.2f}, {models['intervention'].harm.last.mean:+.2f}"]
+        both = [models["base"], models["intervention"]]
+        cells = [", ".join(f"{model.harm.last.mean:+.2f}" for model in both)]
         for skip in (None, 0.25):
-            ratios = [
-                loss_ratio(models[kind].position_wise.coarse, models[kind].training_length, skip) for kind in KINDS
-            ]
+            ratios = [loss_ratio(model.position_wise.coarse, model.training_length, skip) for model in both]
             cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
         rows.append([name, *cells])
     head = ["pair: base, after state passing", "excess loss in the last doubling", "largest loss beyond / within T"]
