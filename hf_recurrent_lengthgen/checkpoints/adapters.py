@@ -44,7 +44,7 @@ def holds_adapter(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / CONFIG_FILE).is_file()
 
 
-def to_merge(folder: str | os.PathLike[str]) -> str:
+def merge_advice(folder: str | os.PathLike[str]) -> str:
     """A message for commands that need a merged model instead of an adapter."""
     command = shlex.join(["lengthgen", "merge", str(folder), "--output", "FOLDER"])
     return f"{folder} holds an adapter (PEFT), whose results depend on another checkpoint: merge first, `{command}`"
@@ -53,7 +53,7 @@ def to_merge(folder: str | os.PathLike[str]) -> str:
 def refuse_adapter(folder: str | os.PathLike[str]) -> None:
     """Raise a `ValueError` for a folder with an adapter or a learned state alone."""
     if holds_adapter(folder):
-        raise ValueError(f"{to_merge(folder)}, and give FOLDER.")
+        raise ValueError(f"{merge_advice(folder)}, and give FOLDER.")
     if holds_learned_state(folder):
         raise ValueError(
             f"{folder} holds a learned state, which belongs to {base_of_learned_state(folder)}: give that checkpoint, "
@@ -123,7 +123,7 @@ def adapter_folder(folder: str | os.PathLike[str], model: Any) -> Path:
 
 
 def write_adapter_base(folder: str | os.PathLike[str], model: Any) -> None:
-    """Write beside an adapter the digests of its base and what training set in the config."""
+    """Write the digests of an adapter's base, and the fields of its config that training set, into its folder."""
     settings = model.get_base_model().config
     values = {name: getattr(settings, name, None) for name in TRAINED_FIELDS}
     config = {name: json.dumps(value) for name, value in values.items() if value}
@@ -173,12 +173,12 @@ def with_adapter(base: Any, folder: str | os.PathLike[str], name: str) -> Any:
             f"{misfit}: {' '.join(str(error).split())}. Give the base that it was trained on, which is saved after "
             "resize_token_embeddings if tokens were added."
         ) from error
-    given = set(stored_tensors(path / WEIGHTS_FILE))
-    wanted = set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    left_over = {key for key in given - wanted if "lora_" in key}  # embeddings may lie beside
-    if wanted - given or left_over:
+    stored = set(stored_tensors(path / WEIGHTS_FILE))
+    expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    missing, left_over = expected - stored, {key for key in stored - expected if "lora_" in key}  # not embeddings
+    if missing or left_over:
         raise ValueError(
-            f"{misfit}: missing {sorted(wanted - given)[:3]}, left over {sorted(left_over)[:3]} (of {len(given)})."
+            f"{misfit}: missing {sorted(missing)[:3]}, left over {sorted(left_over)[:3]} (of {len(stored)})."
         )
     for key, value in record.config.items():
         setattr(base.config, key, json.loads(value))
@@ -206,8 +206,8 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
     def is_layer(target: str) -> bool:
         return any(name.endswith(f".{target}") for name in linear)
 
-    own: Any = getattr(model, "lora_target_modules", None) or getattr(model.config, "lora_target_modules", ())
-    defaults = own or OF_PEFT.get(model.config.model_type, ())
+    declared: Any = getattr(model, "lora_target_modules", None) or getattr(model.config, "lora_target_modules", ())
+    defaults = declared or OF_PEFT.get(model.config.model_type, ())
     targets = sorted(targets or filter(is_layer, defaults))  # not all variants of a family have all of them
     if not targets or not all(map(is_layer, targets)):  # PEFT passes over some of several
         known = sorted({re.sub(r".*\.\d+\.", "", name) for name in linear})
@@ -223,10 +223,9 @@ def merged(model: Any) -> Any:
     """The model of a PEFT model, with the adapter in its weights, which are trainable again.
 
     Raises:
-        ValueError: if no weights of the model could hold it; the model is then as it was.
+        Unmergeable: if no weights of the model could hold it; the model is then as it was.
     """
-    if reason := _why_apart(model):
-        raise Unmergeable(f"The adapter cannot be merged: {reason}.")
+    _check_mergeable(model)
     whole = model.merge_and_unload(safe_merge=True)
     for weight in whole.parameters():  # PEFT froze what no adapter trains
         weight.requires_grad_(weight.is_floating_point())
@@ -234,11 +233,11 @@ def merged(model: Any) -> Any:
 
 
 class Unmergeable(ValueError):
-    """An adapter that its model can only have beside its weights."""
+    """An adapter that cannot be part of the weights of its model."""
 
 
-def _why_apart(model: Any) -> str | None:
-    """Why no weights give what a model with an adapter gives; None if they do."""
+def _check_mergeable(model: Any) -> None:
+    """Raise `Unmergeable` if no weights give the same results as the model with its adapter."""
     from peft.utils import ModulesToSaveWrapper  # takes seconds
 
     wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
@@ -252,8 +251,8 @@ def _why_apart(model: Any) -> str | None:
     for name, layer in layers.items():
         if any(owners[id(weight)] > same[id(weight), updates[name]] for weight in layer.parameters()):
             shown = name.removeprefix("base_model.model.").removesuffix(".token_adapter")
-            return f"{shown} shares its weight with another layer, which has another update or none"
-    return None
+            why = f"{shown} shares its weight with another layer, which has another update or none"
+            raise Unmergeable(f"The adapter cannot be merged: {why}.")
 
 
 def adapter_of(model: Any) -> Adapter | None:

@@ -70,7 +70,7 @@ def check_name(name: str) -> None:
     if local or (path.parent != Path() and path.parent.is_dir()):
         raise ValueError(f"{name} is no folder here: give a checkpoint folder, or a name on the Hub (owner/name).")
     cached = Path(constants.HF_HUB_CACHE, f"models--{str(name).replace('/', '--')}").is_dir()
-    try:  # before huggingface_hub, which retries for 23 seconds; a proxy may know the host
+    try:  # before huggingface_hub, which retries for 23 seconds; a proxy may resolve the host
         _ = cached or getproxies() or socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
     except OSError as error:
         raise ValueError(
@@ -80,7 +80,7 @@ def check_name(name: str) -> None:
 
 
 def _check_weights(name: str, model: Any) -> None:
-    """Raise a `ValueError` for what Transformers changes in silence: integers that become weights, an untied head."""
+    """Raise a `ValueError` for what Transformers changes silently: integers that become weights, an untied head."""
     parameters = dict(model.named_parameters())  # buffers may be masks
     metas = {key: meta for path in Path(name).glob("model*.safetensors") for key, meta in stored_tensors(path).items()}
     integers = {key: meta.dtype for key, meta in metas.items() if not meta.dtype.is_floating_point}
@@ -108,15 +108,14 @@ def differing_code(folder: str | os.PathLike[str]) -> list[str]:
     return sorted(path.name for path in Path(folder).glob("*.py") if differs(path))
 
 
-def _tell_of_differing_code(name: str, settings: dict[str, Any]) -> None:
-    """Log which code of a folder with a checkpoint of this package differs from the installed code, which is used."""
+def _warn_of_differing_code(name: str, settings: dict[str, Any]) -> None:
     if settings.get("model_type") not in FAMILIES or not settings.get("auto_map"):
         return
     if names := differing_code(name):
-        brought = settings.get("code_format_version", CODE_FORMAT_VERSION)
+        version = settings.get("code_format_version", CODE_FORMAT_VERSION)
         logger.warning(
             f"{name} brings code that differs from the installed hf_recurrent_lengthgen: {', '.join(names)} (code "
-            f"format version {brought}, installed {CODE_FORMAT_VERSION}). The installed code is used; lengthgen "
+            f"format version {version}, installed {CODE_FORMAT_VERSION}). The installed code is used; lengthgen "
             "verify checks whether both give the same results."
         )
 
@@ -131,7 +130,7 @@ def load_model(
     needs_states: bool = True,
     attention_window: int | str | None = None,
 ) -> Any:
-    """Load a language model of any family that takes and returns states.
+    """Load a language model of any family that accepts an initial state and returns the final state.
 
     Checkpoints of this package load with their class, those of Transformers and fla into our class with the same
     parameter names. Hybrids and other recurrent models of Transformers are wrapped by `stateful`. The folder of an
@@ -143,19 +142,19 @@ def load_model(
 
     Args:
         name: Checkpoint folder, adapter folder, or a name on the Hub.
-        trust_remote_code: Whether code of the checkpoint may run, if this package does not know its model type.
+        trust_remote_code: Whether code of the checkpoint may run, if this package does not support its model type.
         dtype: Dtype of the weights. The small steps of post-training vanish in bfloat16 weights; use autocast instead
             (`bf16=True` of the trainers).
         merge: Merge an adapter into its base, and return the model without PEFT; an adapter on a weight that layers
-            share stays beside it, with a warning.
+            share is not merged, with a warning.
         base: The base of an adapter or learned state, if it is not the one that its config names.
-        needs_states: Whether an architecture that cannot take states (Llama, GPT-NeoX, code of a checkpoint) is
+        needs_states: Whether an architecture that accepts no initial state (Llama, GPT-NeoX, code of a checkpoint) is
             refused; if not, it loads as in Transformers.
         attention_window: For hybrids, as in `stateful`.
 
     Raises:
-        ValueError: for a folder without a checkpoint, an architecture that cannot take states, damaged weights, and
-            weights that are missing, left over or do not have the shapes of the config; for an adapter that is a
+        ValueError: for a folder without a checkpoint, an architecture that accepts no initial state, damaged weights,
+            and weights that are missing, left over or do not have the shapes of the config; for an adapter that is a
             pickle, does not fit its base, or whose base is missing or has changed.
     """
     model = _load(name, trust_remote_code, dtype, stateless=not needs_states, merge=merge, base=base)
@@ -176,8 +175,7 @@ def load_language_model(
     attention_window: int | str | None = None,
 ) -> Any:
     """Load any causal language model for evaluation, as `load_model` with `needs_states=False` and `merge=True`."""
-    more: Any = {"merge": True, "needs_states": False, "attention_window": attention_window}
-    return load_model(name, trust_remote_code, dtype, **more)
+    return with_window(load_model(name, trust_remote_code, dtype, merge=True, needs_states=False), attention_window)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -190,22 +188,22 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         return ByT5Tokenizer()
     check_name(name)
     patterns = ("*token*", "*vocab*", "*.model", "merges.txt")
-    nothing = Path(name).is_dir() and not any(file for pattern in patterns for file in Path(name).glob(pattern))
-    if nothing and (base := base_of_part(name)) is not None:
+    empty = Path(name).is_dir() and not any(file for pattern in patterns for file in Path(name).glob(pattern))
+    if empty and (base := base_of_part(name)) is not None:
         return load_tokenizer(base, trust_remote_code)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         # without files, Transformers guesses a class from the model type, which then has special tokens only
         reason = "" if {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens} else " (special tokens alone)"
     except (OSError, ValueError, ImportError) as error:
-        reason = "" if nothing else f" ({error})"  # of Transformers, which is long for a folder without tokenizer
-    if reason or nothing:
+        reason = "" if empty else f" ({error})"  # of Transformers, which is long for a folder without tokenizer
+    if reason or empty:
         advice = "give --tokenizer FOLDER, or --tokenizer bytes if it reads bytes (lengthgen harness: tokenizer=...)"
         raise ValueError(f"{name} holds no tokenizer{reason}: {advice}.")
     return tokenizer
 
 
-def _to_convert(name: str) -> str:
+def _convert_advice(name: str) -> str:
     command = shlex.join(["lengthgen", "convert", name, "--output", "FOLDER"])
     return f"convert it to a checkpoint of this package, `{command}`."
 
@@ -229,9 +227,7 @@ def _load(
         try:
             return merged(model)
         except Unmergeable as error:
-            logger.warning(
-                f"{error} {name} is read with its adapter beside the weights, which gives the same results."
-            )
+            logger.warning(f"{error} {name} is evaluated with its adapter unmerged, which gives the same results.")
             return model
     if holds_learned_state(name):
         if (Path(name) / "config.json").exists():
@@ -240,7 +236,8 @@ def _load(
         model = _load(base, trust_remote_code, dtype, stateless, merge)
         base_model = base_of(model)
         if not hasattr(base_model, "load_learned_state"):
-            raise ValueError(f"{base} is a {type(base_model).__name__}, which takes no states: give another base.")
+            name_of_class = type(base_model).__name__
+            raise ValueError(f"{base} is a {name_of_class}, which accepts no initial state: give another base.")
         base_model.load_learned_state(name)
         return model
     if base is not None:
@@ -257,14 +254,14 @@ def _load(
         loader, loading["config"] = STATEFUL_CLASSES[model_type], config
     elif str(model_type).startswith("stateful_"):
         loading["trust_remote_code"] = trust_remote_code
-        _tell_of_differing_code(name, settings)
+        _warn_of_differing_code(name, settings)
     elif model_type not in SUPPORTED:
         if not stateless or model_type in SUPERSEDED:
             reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
             raise ValueError(
-                f"{name} is of type {model_type!r}, which cannot be given states{reason}. Supported are checkpoints "
-                f"of this package, {', '.join(sorted({*STATEFUL_CLASSES, *SUPPORTED}))}. Plain "
-                "training and output alignment (lengthgen train --intervention none) need no states and take any type."
+                f"{name} is of type {model_type!r}, which accepts no initial state{reason}. Supported are checkpoints "
+                f"of this package, {', '.join(sorted({*STATEFUL_CLASSES, *SUPPORTED}))}. Plain training and output "
+                "alignment (lengthgen train --intervention none) require no states and support any type."
             )
         loading["trust_remote_code"] = trust_remote_code
     elif says_more(config):
@@ -274,7 +271,7 @@ def _load(
     if any(problems.values()):
         words = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
         foreign = model_type in STATEFUL_CLASSES
-        advice = f" If they have the names of another library, {_to_convert(name)}" if foreign else ""
+        advice = f" If they have the names of another library, {_convert_advice(name)}" if foreign else ""
         raise ValueError(f"The weights in {name} do not fit its config.json, {words}.{advice}")
     if "quantization_config" not in settings:
         _check_weights(name, model)
@@ -286,7 +283,7 @@ def _check_place(name: str) -> None:
     check_name(name)
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         below = ", ".join(sorted(str(file.parent) for file in Path(name).glob("*/adapter_config.json")))
-        advice = f"but folders of adapters: give one of them, {below}." if below else f"so {_to_convert(name)}"
+        advice = f"but folders of adapters: give one of them, {below}." if below else f"so {_convert_advice(name)}"
         raise ValueError(f"{name} holds no config.json, {advice}")
 
 
@@ -303,7 +300,7 @@ def read_config(name: str, trust_remote_code: bool) -> tuple[dict[str, Any], Pre
     settings = read_settings(name)
     model_type = settings.get("model_type")
     if model_type is None and {"d_model", "n_layer"} <= settings.keys():
-        raise ValueError(f"{name} has the names of mamba-ssm in config and weights: {_to_convert(name)}")
+        raise ValueError(f"{name} has the names of mamba-ssm in config and weights: {_convert_advice(name)}")
     if model_type in STATEFUL_CLASSES:
         return settings, STATEFUL_CLASSES[model_type].config_class.from_dict(settings)
     return settings, AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)

@@ -30,21 +30,21 @@ PLAIN = Method("none", "plain training")
 OUTPUT_ALIGNMENT = Method(
     "output_alignment",
     "output alignment",
-    "The output alignment loss asks for like predictions after long and short contexts",
+    "The output alignment loss makes the predictions after long and short contexts alike",
     "output-alignment",
     ALIGNMENT,
 )
 MIMETIC_INITIALIZATION = Method(
     "mimetic",
     "mimetic initialization",
-    "Its first weights were close to linear attention",
+    "Its initial weights were close to linear attention",
     "mimetic-initialization",
     MIMETIC,
 )
 ATTENTION_WINDOWS = Method(
     "attention_windows",
     "random attention windows",
-    "In training its attention saw the last tokens alone, of a number drawn for each step",
+    "In training, its attention was limited to a window of the last tokens, whose size was drawn for each step",
     "random-attention-windows",
     SWAX,
 )
@@ -52,7 +52,7 @@ EXPANSION = Method("expand", "state expansion", "Some layers got larger states",
 FORGETTING = Method(
     "forget",
     "forgetting at inference",
-    "The states are made to forget more than they learned to",
+    "At inference, the states decay more strongly than in training",
     "forgetting",
     STUFFED_MAMBA,
 )

@@ -32,21 +32,21 @@ def private_in(path: Path, token: str | None = None, here: Iterable[Path] = ()) 
     with open(path, "rb") as file:
         content = file.read(min(int.from_bytes(file.read(8), "little"), 100_000_000) if weights else -1)
     text = content.decode("utf-8", errors="replace")
-    secrets = _told("your Hub token: take it out", text, [text.index(token)] if token and token in text else [])
+    secrets = _with_line("your Hub token: take it out", text, [text.index(token)] if token and token in text else [])
     if any(path.match(pattern) for pattern in _VOCABULARIES):
         return secrets, []
-    found = [match.start() for match in _SECRET.finditer(text)]
-    return secrets + _told("a token or password: take it out", text, found), paths_in(text, here)
+    places = [match.start() for match in _SECRET.finditer(text)]
+    return secrets + _with_line("a token or password: take it out", text, places), paths_in(text, here)
 
 
 def paths_in(text: str, here: Iterable[Path] = ()) -> list[str]:
     """The first path in a text that lies in the folders of users, or in `here`, with its line."""
     places = [*_OF_USERS, *(rf"{re.escape(str(place))}(?![\w.-])" for place in here if place.parts[1:])]
     match = re.search(rf"{_BEGIN}((?:{'|'.join(places)})[^\s\"'`<>)\]}},;]*)", text)
-    return [] if match is None else _told(f"a path of your machine: {match[1]}", text, [match.start(1)])
+    return [] if match is None else _with_line(f"a path of your machine: {match[1]}", text, [match.start(1)])
 
 
-def _told(what: str, text: str, places: Sequence[int]) -> list[str]:
+def _with_line(what: str, text: str, places: Sequence[int]) -> list[str]:
     """ "line 3: WHAT" for the first place."""
     return [f"line {1 + text.count(chr(10), 0, place)}: {what}" for place in places[:1]]
 
@@ -71,7 +71,7 @@ def portable_text(text: str) -> str:
 
 
 def portable_command(command: str | Sequence[str]) -> str:
-    """A shell command, given as text or in parts, with `portable` arguments and without tokens and keys."""
+    """A shell command, as text or in parts, with `portable` arguments and without tokens and keys."""
     try:
         program, *arguments = (shlex.split(command) if isinstance(command, str) else command) or [""]
     except ValueError:  # from sys.argv, joined without quotes

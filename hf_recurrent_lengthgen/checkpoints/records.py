@@ -113,17 +113,17 @@ class TrainingRun:
 
     Args:
         methods: The main one first; `methods.PLAIN` alone for plain training.
-        training_length: Tokens of a row, T; the longest if rows differ.
-        rows_per_step: Rows of an optimizer step, over accumulation and processes.
+        training_length: Tokens of a sequence, T; of the longest if lengths differ.
+        rows_per_step: Sequences of an optimizer step, over accumulation and processes.
         steps: Optimizer steps.
-        tokens: Tokens of all steps: rows times training length, or real tokens if the trainer counts them. If a task
-            scores its answers only, fewer tokens are predicted.
-        row_tokens: Mean number of real tokens of a row, if the trainer counts them.
+        tokens: Tokens of all steps: sequences times training length, or real tokens if the trainer counts them. If a
+            task scores its answers only, fewer tokens are predicted.
+        row_tokens: Mean number of real tokens of a sequence, if the trainer counts them.
         seconds: Wall-clock time of training, over all resumes.
         loss: Mean of the training losses that Trainer logged, in nats per token.
         settings: The settings from step 0, and further ones if the run was resumed with other settings.
         initial_weights: Initial weights of a training from scratch.
-        best_step: Step whose weights were kept, if not the last.
+        best_step: Step whose weights were saved, if not the last.
         best_metric: The metric that chose it.
     """
 
@@ -181,7 +181,7 @@ class Check:
     """One comparison of a verification.
 
     Args:
-        what: "logits", "final state", "logits in pieces", ...
+        what: "logits", "final state", "logits in chunks", ...
         against: The reference: "mamba_ssm 2.3.2 MambaLMHeadModel", "this package, weights of the source", ...
         tokens: Number of tokens that were read.
         difference: Largest absolute difference, divided by the largest value if that is above 1; or a count of errors.
@@ -234,7 +234,7 @@ def write_verification(folder: str | os.PathLike[str], verification: Verificatio
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file, read in pieces."""
+    """SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -256,8 +256,8 @@ TRAINER_STATES = "initial_states_*"
 def verified_files(folder: str | os.PathLike[str]) -> dict[str, str]:
     """SHA-256 of the files that determine the outputs of a checkpoint (`CHECKPOINT_FILES`), by name."""
     paths = {path for pattern in CHECKPOINT_FILES for path in Path(folder).glob(pattern) if path.is_file()}
-    kept = sorted(path for path in paths if not path.match(TRAINER_STATES))
-    return {path.relative_to(folder).as_posix(): file_digest(path) for path in kept}
+    chosen = sorted(path for path in paths if not path.match(TRAINER_STATES))
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in chosen}
 
 
 def unverified(folder: str | os.PathLike[str], now: dict[str, str] | None = None) -> str | None:

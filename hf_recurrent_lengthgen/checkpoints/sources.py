@@ -87,8 +87,8 @@ def locate(name: str, revision: str | None = None, weights: bool = True) -> Sour
     except OSError as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"{name} is no local checkpoint, and cannot be downloaded from the Hub ({reason}). Downloaded files are "
-            "kept."
+            f"{name} is no local checkpoint, and cannot be downloaded from the Hub ({reason}). Downloaded files stay "
+            "in its cache."
         ) from error
     return Source(folder if file is None else folder / file, repo_id, True, commit)
 

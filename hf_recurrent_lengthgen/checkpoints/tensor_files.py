@@ -156,8 +156,8 @@ class _Pickled:
                 f"({str(error).partition(chr(10))[0]}). Do not use it; if you trust it, convert it to safetensors."
             ) from error
         named = value if isinstance(value, dict) else {"": value}
-        if others := {name: type(part).__name__ for name, part in named.items() if not isinstance(part, Tensor)}:
-            raise ValueError(f"{path} must hold tensors by name, and holds {others}.")
+        if wrong := {name: type(part).__name__ for name, part in named.items() if not isinstance(part, Tensor)}:
+            raise ValueError(f"{path} must hold tensors by name, and holds {wrong}.")
         self._tensors: dict[str, Tensor] = named
         self.metas = {name: Meta(tuple(part.shape), part.dtype) for name, part in named.items()}
 

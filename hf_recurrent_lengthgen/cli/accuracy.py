@@ -58,9 +58,8 @@ def run(arguments: Sequence[str]) -> int:
     settings = replace(settings, seed=options.seed)
     results = []
     for name, model in zip(short_names(names), models, strict=True):
-        placed, label = on_device(model, options.device), model_label(name, model)
-        given = options.lengths, label, task.longest, settings
-        results.append(measure_accuracy(placed, task, *given, samples=options.samples))
+        placed, about = on_device(model, options.device), (model_label(name, model), task.longest, settings)
+        results.append(measure_accuracy(placed, task, options.lengths, *about, samples=options.samples))
     comparison = AccuracyComparison(tuple(results))
     print(_table(comparison))
     print(f"\nResults: {_write(output, comparison, options.csv, runs)}")
@@ -113,8 +112,8 @@ def _write(folder: Path, comparison: "AccuracyComparison", csv: bool, runs: Mapp
     update_csv(folder / "accuracy.csv", comparison, csv)
     first, curves = comparison.models[0], _curves(comparison)
     unit = "pairs" if first.task == "recall" else "symbols"
-    found = ({length: symbols for length, (symbols, _) in curve.items()} for curve in curves.values())
-    if over_steps := {run: {step: next(found) for step in steps} for run, steps in runs.items()}:
+    by_symbol = ({length: symbols for length, (symbols, _) in curve.items()} for curve in curves.values())
+    if over_steps := {run: {step: next(by_symbol) for step in steps} for run, steps in runs.items()}:
         figure = accuracy_over_steps_figure(over_steps, unit)
     else:
         figure = accuracy_figure(curves, unit, first.training_length)

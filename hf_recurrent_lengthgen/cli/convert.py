@@ -36,12 +36,10 @@ def command_parser() -> CommandParser:
     what = "format of SOURCE (default: detected)"
     parser.method.add_argument("--format", choices=FORMATS, metavar="FORMAT", help=what)
     what = (
-        "a setting of the model that SOURCE does not say, as in --set head_size_divisor=1; VALUE is JSON, or a word; "
-        "may be repeated"
+        "a setting of the model that SOURCE lacks, as in --set head_size_divisor=1; VALUE is JSON, or a word; may be "
+        "repeated"
     )
-    parser.method.add_argument(
-        "--set", dest="told", action="append", type=_setting, default=[], metavar="NAME=VALUE", help=what
-    )
+    parser.method.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=VALUE", help=what)
     what = "dtype of all weights in the result (default: that of each tensor in SOURCE)"
     parser.method.add_argument("--dtype", choices=DTYPES, help=what)
     add_new_folder(parser)
@@ -49,8 +47,8 @@ def command_parser() -> CommandParser:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    name, given, value = text.partition("=")
-    if not given or not name.isidentifier():
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, such as head_size_divisor=1, got {text!r}")
     try:
         return name, json.loads(value)
@@ -73,14 +71,14 @@ def run(arguments: Sequence[str]) -> int:
         dtype=options.dtype,
         tokenizer=load_tokenizer("bytes") if options.tokenizer == "bytes" else options.tokenizer,
         training_length=options.training_length,
-        told=dict(options.told),
+        overrides=dict(options.set),
         command=portable_command(["lengthgen", "convert", *arguments]),
     )
-    print(_summary(options.source, output))
+    print(_summary(output))
     return 0
 
 
-def _summary(name: str, output: Path) -> str:
+def _summary(output: Path) -> str:
     """The message after a conversion: what was written, and what is missing."""
     from transformers import PreTrainedConfig
 
@@ -102,11 +100,11 @@ def _summary(name: str, output: Path) -> str:
     ]
     settings, layout = PreTrainedConfig.get_config_dict(output)[0], registry.FORMATS[source.format]
     config = our_config(settings, str(output))
-    told = user_overrides(config)
-    if assumed := {name: value for name, value in layout.assumed(config).items() if name not in told}:
+    overrides = user_overrides(config)
+    if assumed := {name: value for name, value in layout.assumed(config).items() if name not in overrides}:
         values = ", ".join(f"{name} {value}" for name, value in assumed.items())
         example = f"--set {next(iter(assumed))}=VALUE"
-        lines.append(f"Its files do not say everything: assumed {values}. If that is wrong, give {example}.")
+        lines.append(f"Its files lack some settings: assumed {values}. If that is wrong, give {example}.")
     if not tokenizer_files(output):
         official = layout.tokenizer if layout.tokenizer_ids in (None, config.vocab_size) else ""
         advice = f" That of the official checkpoints is {official}: --tokenizer {official}." if official else ""

@@ -56,9 +56,9 @@ def run(arguments: Sequence[str]) -> int:
     diagnosed = []
     for subject in inputs.subjects:
         model = ready(subject, inputs, "Diagnosing", options.device)
-        about: Any = {"label": subject.label, "role": subject.role, "data": inputs.data}
-        given = model, inputs.tokens, inputs.training_length
-        diagnosed.append(diagnose_model(*given, settings=settings, cache=inputs.cache, **about))
+        about: Any = {"label": subject.label, "role": subject.role, "data": inputs.data, "cache": inputs.cache}
+        result = diagnose_model(model, inputs.tokens, inputs.training_length, settings=settings, **about)
+        diagnosed.append(result)
     diagnosis = Diagnosis("Length generalization, and why", tuple(diagnosed))
     folder = Path(options.output)
     write_result(folder / "result.json", diagnosis)
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _repeated_token(tokenizer: Any, text: str | None) -> int | None:
-    """None for a tokenizer without a line break; a `ValueError` for a given text that is not one token."""
+    """None for a tokenizer without a line break; a `ValueError` for a text that is not one token."""
     from hf_recurrent_lengthgen.metrics.repeated_token import single_token
 
     token = single_token(tokenizer, "\n" if text is None else text)

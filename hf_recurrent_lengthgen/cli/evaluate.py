@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     print(f"\n{summary_table(comparison)}")
     page = write_report(comparison, Path(options.output))
     update_csv(page.with_name("result.csv"), comparison, options.csv)
-    if options.mean_perplexity or page.with_name("mean_perplexity.png").is_file():  # kept equal, as the table
+    if options.mean_perplexity or page.with_name("mean_perplexity.png").is_file():  # an old one is replaced
         draw(mean_perplexity_figure(comparison.models), page.with_name("mean_perplexity"))
     print(f"{cache_note(cache)}\nReport: {page}")
     return 0

@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
     output = Path(options.output)
     check_new(output)
     if (rule == Forgetting()) == (options.calibrate is None):
-        raise ValueError("Nothing would be forgotten, or in two ways: give --calibrate, or others of its kind.")
+        raise ValueError("Nothing would be forgotten, or in two ways: give --calibrate, or options such as --window.")
     unread = [name for name in CALIBRATION if getattr(options, name) != parser.get_default(name)]
     if options.calibrate is None and unread:
         named = ", --".join(unread).replace("_", "-")
@@ -78,8 +78,8 @@ def run(arguments: Sequence[str]) -> int:
         raise ValueError(
             f"{options.model} forgets already ({in_words(before)}): give the checkpoint that it was made from."
         )
-    found, where = _calibrated(model, options) if options.calibrate else ((), "")
-    rule = Forgetting(**{options.calibrate: found}) if found else rule  # type: ignore[arg-type]
+    calibrated, where = _calibrated(model, options) if options.calibrate else ((), "")
+    rule = Forgetting(**{options.calibrate: calibrated}) if calibrated else rule  # type: ignore[arg-type]
     plain = state_elements(model)
     with forgetting(model, **rule.changed()):
         done = [
@@ -87,9 +87,9 @@ def run(arguments: Sequence[str]) -> int:
             f"forgetting at inference: {in_words(rule)}{where}",
         ]
         model.config.interventions = done
-        given = options.model, options.trust_remote_code
+        source = options.model, options.trust_remote_code
         command = ["lengthgen", "forget", *arguments]
-        save_checkpoint(model, output, *given, lineage_of(options.model), "forget", done[-1], command)
+        save_checkpoint(model, output, *source, lineage_of(options.model), "forget", done[-1], command)
         if rule.window is not None:
             print(f"State of a sequence: {plain:,} -> {state_elements(model):,} numbers.")
     remote = ["--trust-remote-code"] if options.trust_remote_code else []
@@ -99,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _calibrated(model: Any, options: Namespace) -> tuple[tuple[float, ...], str]:
-    """The scales that are found, and where, in words."""
+    """The calibrated scales, and on which text, in words."""
     from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
     from hf_recurrent_lengthgen.cli.inputs import load_stream
     from hf_recurrent_lengthgen.cli.measuring import on_device
@@ -112,8 +112,8 @@ def _calibrated(model: Any, options: Namespace) -> tuple[tuple[float, ...], str]
     tokenizer = load_tokenizer(options.tokenizer or options.model, options.trust_remote_code)
     stream = load_stream(options.data, options.split, tokenizer, options.text_column)
     texts = evaluation_sequences(stream.tokens, options.sequences, length + 1)
-    found = calibrate(on_device(model, options.device), texts, options.calibrate, seed=options.seed)
-    print(f"Loss of {len(texts)} x {length:,} tokens: {found.before:.3f} -> {found.after:.3f} nats per token.")
-    if found.after == found.before:
+    result = calibrate(on_device(model, options.device), texts, options.calibrate, seed=options.seed)
+    print(f"Loss of {len(texts)} x {length:,} tokens: {result.before:.3f} -> {result.after:.3f} nats per token.")
+    if result.after == result.before:
         raise ValueError("No scales lower the loss: give more --sequences, another --length or --data.")
-    return tuple(found.scales), f", found on {len(texts)} x {length:,} tokens of {stream.source.description}"
+    return tuple(result.scales), f", found on {len(texts)} x {length:,} tokens of {stream.source.description}"

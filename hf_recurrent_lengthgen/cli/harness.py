@@ -63,13 +63,13 @@ def run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False)
     for name in ("config", *defaults):
         parser.add_argument(f"--{name}", *SHORT.get(name, ()))
-    given = vars(parser.parse_known_args(arguments)[0])
-    settings = read_yaml(given["config"]) if given["config"] else {}  # lm_eval would take the last of two equal keys
-    missing = {name: value for name, value in defaults.items() if given[name] is None and name not in settings}
+    parsed = vars(parser.parse_known_args(arguments)[0])
+    settings = read_yaml(parsed["config"]) if parsed["config"] else {}  # lm_eval would take the last of two equal keys
+    missing = {name: value for name, value in defaults.items() if parsed[name] is None and name not in settings}
     arguments += [word for name, value in missing.items() for word in (f"--{name}", value)]
-    own, sys.argv = sys.argv, ["lengthgen harness", command, *arguments]  # lm_eval reads sys.argv
+    before, sys.argv = sys.argv, ["lengthgen harness", command, *arguments]  # lm_eval reads sys.argv
     try:
         runpy.run_module("lm_eval", run_name="__main__")
     finally:
-        sys.argv = own
+        sys.argv = before
     return 0

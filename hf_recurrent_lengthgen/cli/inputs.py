@@ -1,4 +1,4 @@
-"""Texts, token streams and output folders from what a person types."""
+"""Texts and token streams from options of commands."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -35,12 +35,12 @@ def token_unit(tokenizer: Any) -> str:
     return "byte" if type(tokenizer).__name__ == "ByT5Tokenizer" else "token"
 
 
-def chosen_split(data: str, given: str | None, usual: str) -> str:
-    """The split given, else the only split of the data, else `usual`."""
-    if given is not None or data == STANDARD_LIBRARY:
-        return usual if given is None else given
+def chosen_split(data: str, split: str | None, default: str) -> str:
+    """The split, without one the only split of the data, else the default."""
+    if split is not None or data == STANDARD_LIBRARY:
+        return split or default
     names = split_names(data)
-    return names[0] if len(names) == 1 else usual
+    return names[0] if len(names) == 1 else default
 
 
 def load_documents(data: str, split: str, text_column: str = "text") -> list[str]:
@@ -57,7 +57,7 @@ def load_stream(data: str, split: str, tokenizer: PreTrainedTokenizerBase, text_
 
 
 def data_source(data: str, split: str) -> DataSource:
-    """The record of a split; of an absolute path only the last part is kept."""
+    """The record of a split, with the last part of an absolute path only."""
     if data == STANDARD_LIBRARY:
         return DataSource(standard_library_corpus().source, split)
     return DataSource(portable(data), split)

@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lengthgen {name}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        kept = name in CONTINUED and "--no-cache" not in arguments
-        hint = ": the same command continues with what is left" if kept else ""
+        continues = name in CONTINUED and "--no-cache" not in arguments
+        hint = ": the same command continues with what is left" if continues else ""
         print(f"lengthgen {name}: interrupted{hint}", file=sys.stderr)
         return 130
 

@@ -60,14 +60,15 @@ def run(arguments: Sequence[str]) -> int:
     if not 0 < len(ids) <= MOST_TOKENS:
         raise ValueError(f"The text has {len(ids)} tokens, but must have 1 to {MOST_TOKENS}.")
     labeled = zip(models, short_names(options.models), strict=True)
-    found = [attention_maps(model, torch.tensor(ids), words, options.layers, label) for model, label in labeled]
+    results = [attention_maps(model, torch.tensor(ids), words, options.layers, label) for model, label in labeled]
+    several = len(results) > 1
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
-    for number, maps in enumerate(found, 1):
-        save_maps(output / (f"maps-{number}.npz" if len(found) > 1 else "maps.npz"), maps)
-        print(f"{maps.model}\n{table(maps)}\n" if len(found) > 1 else f"{table(maps)}\n")
-    save_png(attention_maps_figure(*found), output / "maps.png")
-    print(f"Picture: {output / 'maps.png'}, arrays: {output / ('maps-*.npz' if len(found) > 1 else 'maps.npz')}")
+    for number, maps in enumerate(results, 1):
+        save_maps(output / (f"maps-{number}.npz" if several else "maps.npz"), maps)
+        print(f"{maps.model}\n{table(maps)}\n" if several else f"{table(maps)}\n")
+    save_png(attention_maps_figure(*results), output / "maps.png")
+    print(f"Picture: {output / 'maps.png'}, arrays: {output / ('maps-*.npz' if several else 'maps.npz')}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the commands that measure models share: models, texts and the result cache."""
+"""Models, texts and the result cache of the commands that measure models."""
 
 import argparse
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from hf_recurrent_lengthgen.plotting.names import short_names
 
 
 class Subject(NamedTuple):
-    """A model to measure with a window of attention (None for its own), its folder or Hub name, and that in tables.
+    """A model to measure with a window of attention (None: that of its config), its folder or Hub name, and its label.
 
     `method` is the name of a folder that holds it as one of several seeds, `seed` the name of that; else empty.
     """
@@ -51,8 +51,8 @@ class Inputs(NamedTuple):
 
 def load_inputs(options: argparse.Namespace) -> Inputs:
     """Load models and texts, and check everything that can be checked before the first forward pass."""
-    given = options.models
-    members = [(one, name, role) for name, role in zip(given, _roles(options), strict=True) for one in _seeds(name)]
+    folders = options.models
+    members = [(one, name, role) for name, role in zip(folders, _roles(options), strict=True) for one in _seeds(name)]
     names = options.models = [name for name, *_ in members]
     check_distinct(names)
     windows = [None] if options.attention_window is None else options.attention_window.split(",")
@@ -69,25 +69,25 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
         array = check_tokens(tokens, reader_of(model).vocabulary, training_length + 1)
     Path(options.output).mkdir(parents=True, exist_ok=True)
     cache = open_cache(options)
-    short, folders = (dict(zip(all_of, short_names(all_of), strict=True)) for all_of in (names, given))
+    short, methods = (dict(zip(paths, short_names(paths), strict=True)) for paths in (names, folders))
     subjects = []
     for (name, folder, role), model in zip(members, models, strict=True):
         seed = "" if name == folder else Path(name).name
         for window in windows:
             label = model_label(short[name], with_window(model, window), window)
-            method = folders[folder] + label.removeprefix(short[name]) if seed else ""
+            method = methods[folder] + label.removeprefix(short[name]) if seed else ""
             subjects.append(Subject(name, label, role, model, window, method, seed))
     data = DataRecord(stream.source, token_unit=token_unit(tokenizer))
     return Inputs(subjects, tokenizer, training_length, array, data, cache)
 
 
 def _seeds(name: str) -> list[str]:
-    """The checkpoints of a folder that has one of its own for each seed, seed0, seed1, ..., or just the model."""
-    own, of_seeds = (
+    """The checkpoints of a folder that has one for each seed, seed0, seed1, ..., or just the model."""
+    alone, of_seeds = (
         {str(file.parent) for kind in ("config.json", "adapter_config.json") for file in Path(name).glob(place + kind)}
         for place in ("", "seed*/")
     )
-    if own or not of_seeds:
+    if alone or not of_seeds:
         return [name]
     if without := {str(folder) for folder in Path(name).glob("seed*/")} - of_seeds:
         missing = ", ".join(sorted(without))
@@ -109,9 +109,9 @@ def ready(subject: Subject, inputs: Inputs, what: str, device: str | None) -> An
 
 
 def cache_note(cache: ResultCache | None) -> str:
-    if cache is None or not cache.found:
+    if cache is None or not cache.hits:
         return ""
-    return f"\nResults taken from the cache in {cache.folder}: {cache.found}"
+    return f"\nResults taken from the cache in {cache.folder}: {cache.hits}"
 
 
 def open_cache(options: argparse.Namespace) -> ResultCache | None:
@@ -131,7 +131,7 @@ def _roles(options: argparse.Namespace) -> list[Any]:
 
 
 def _training_length(names: list[str], models: list[Any]) -> int:
-    """The one training length in configs, or lineages; a model that names none gets that of the others."""
+    """The one training length in configs, or lineages; models without one get that of the other models."""
     trained = {name: _length_of(name, model) for name, model in zip(names, models, strict=True)}
     pairs = ", ".join(f"{name}: {length or 'unknown'}" for name, length in trained.items())
     if len(lengths := {*trained.values()} - {None}) != 1:
@@ -151,11 +151,11 @@ def _length_of(name: str, model: Any) -> int | None:
     return lengths[-1] if lengths else length
 
 
-def model_label(name: str, model: Any, asked: str | None = None) -> str:
-    """The name of a model, and in brackets how it is made to forget, and what its window, `asked` for, lets it see."""
+def model_label(name: str, model: Any, requested: str | None = None) -> str:
+    """The name of a model, and in brackets how it is made to forget, and its window of attention."""
     rule, window = Forgetting.of(model.config), attention_window(model)
-    words = [in_words(rule)] * (rule != Forgetting()) + [f"{window} keys"] * (window is not None)
-    words += ["all keys"] * (asked == "none")
+    words = [in_words(rule)] * (rule != Forgetting()) + [f"window of {window}"] * (window is not None)
+    words += ["full attention"] * (requested == "none")
     return f"{name} ({', '.join(words)})" if words else name
 
 

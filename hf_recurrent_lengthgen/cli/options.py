@@ -77,13 +77,13 @@ lengthgen train config.yaml --max-steps 1000
 
 
 def continues(training: InitialStateConfig) -> bool:
-    """Whether a row of the training data continues the row of the previous step."""
+    """Whether a sequence of the training data continues the sequence of the previous step."""
     shares = training.shares() if isinstance(training, MixedStatesConfig) else ()
     return isinstance(training, TbttConfig) or any(mixable()[name].needs_continued_data for name in shares)
 
 
 def _shuffles(training: InitialStateConfig, trainer: type[InitialStateTrainer]) -> bool:
-    """Whether only shuffled rows are taken: by the method, or by several processes."""
+    """Whether the method or several processes require shuffled sequences."""
     mixture = training.shares() if isinstance(training, MixedStatesConfig) else ()
     methods = [mixable()[name] for name in mixture] or [trainer]
     return training.world_size > 1 or any(method.needs_shuffled_data for method in methods)
@@ -103,32 +103,32 @@ def read_options(
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--import", "--import_file", "--import-file", dest="file")
     if (file := own.parse_known_args(arguments)[0].file) is not None:
-        import_user_code(file)  # before the options that it defines are known
-    given = vars(RunParser().parse_args(arguments))
-    run = RunArguments(**{name: given[name] for name in _names(RunArguments) & given.keys()})
+        import_user_code(file)  # it defines options
+    parsed = vars(RunParser().parse_args(arguments))
+    run = RunArguments(**{name: parsed[name] for name in _names(RunArguments) & parsed.keys()})
     trainer = INTERVENTIONS[run.intervention]
-    values = _defaults(given) | given
+    values = _defaults(parsed) | parsed
     training = trainer.config_class(**{name: values[name] for name in _names(trainer.config_class) & values.keys()})
-    _check(run, training, given.keys())
-    if run.lengths_differ and "train_sampling_strategy" not in given and not _shuffles(training, trainer):
+    _check(run, training, parsed.keys())
+    if run.lengths_differ and "train_sampling_strategy" not in parsed and not _shuffles(training, trainer):
         training.train_sampling_strategy = "group_by_length"
     return run, training, trainer
 
 
-def _defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """The paper's settings, as far as the options that were given leave them open.
+def _defaults(parsed: dict[str, Any]) -> dict[str, Any]:
+    """The paper's settings, as far as the parsed options leave them open.
 
     Raises:
         ValueError: unless exactly one of max_steps and num_train_epochs limits the training.
     """
-    steps, epochs = given.get("max_steps"), given.get("num_train_epochs")
+    steps, epochs = parsed.get("max_steps"), parsed.get("num_train_epochs")
     if steps is not None and (steps < 1 if epochs is None else steps != -1):
         raise ValueError(
             f"max_steps is {steps}, num_train_epochs {'not given' if epochs is None else epochs}: give either "
             "max_steps of at least 1 or num_train_epochs (max_steps -1 overrides that of a file)."
         )
     values = DEFAULTS | ({} if epochs is None else {"max_steps": -1})
-    if given.get("lr_scheduler_type", PAPER_SCHEDULE) == PAPER_SCHEDULE:
+    if parsed.get("lr_scheduler_type", PAPER_SCHEDULE) == PAPER_SCHEDULE:
         values["lr_scheduler_kwargs"] = dict(PAPER_SCHEDULE_SETTINGS)
     if not torch.accelerator.is_available():  # torch warns of pinned memory, the default of Transformers
         values["dataloader_pin_memory"] = False
@@ -138,7 +138,7 @@ def _defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunParser(HfArgumentParser):
-    """Parser of `RunArguments` and the configs of all trainers, which reads nothing but what was given."""
+    """Parser of `RunArguments` and the configs of all trainers, without defaults."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Any] = {}
@@ -182,7 +182,6 @@ class RunParser(HfArgumentParser):
 
 
 def _heading(name: str) -> str:
-    """The heading of the help that an option belongs to."""
     if name in _names(RunArguments):
         return str(RunArguments.__dataclass_fields__[name].metadata["heading"])
     if name in InitialStateConfig.method_fields() or goes_with(name):
@@ -191,7 +190,7 @@ def _heading(name: str) -> str:
 
 
 def _help(name: str, flag: str, options: dict[str, Any]) -> str:
-    """The help of an option, with its default and the choices that it needs."""
+    """The help of an option, with its default and the choices that it requires."""
     if flag == f"--no_{name}":
         return f"the same as --{name.replace('_', '-')} false"
     text, default = str(options.get("help")), DEFAULTS.get(name, options.get("default"))
@@ -221,9 +220,9 @@ def _flags_of(path: str) -> list[str]:
     return flags
 
 
-def _check(run: RunArguments, training: InitialStateConfig, given: Collection[str]) -> None:
-    """Raise a `ValueError` for contradictions, and for an option that was given, but does nothing beside others."""
-    for name in given:
+def _check(run: RunArguments, training: InitialStateConfig, names: Collection[str]) -> None:
+    """Raise a `ValueError` for contradictions, and for options of these names without effect."""
+    for name in names:
         conditions = (
             RunArguments.__dataclass_fields__[name].metadata["goes_with"] if name in _names(RunArguments) else {}
         )
@@ -248,7 +247,7 @@ def _check(run: RunArguments, training: InitialStateConfig, given: Collection[st
         ),
         (
             run.lora_r is not None and isinstance(training, StateXConfig),
-            "statex changes the weights that lora_r keeps: run lengthgen expand first, then train with lora_r.",
+            "statex changes the weights that lora_r freezes: run lengthgen expand first, then train with lora_r.",
         ),
         (
             run.lora_r is not None and state_alone,

@@ -94,7 +94,7 @@ def import_user_code(name: str) -> None:
 
 
 class ImportUserCode(argparse.Action):
-    """`import_user_code` when the option is read, whose errors then are those of the command."""
+    """`import_user_code` while options are parsed."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         import_user_code(values)
@@ -102,14 +102,14 @@ class ImportUserCode(argparse.Action):
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Help that fits the terminal: usage without optional arguments, paragraphs filled, columns and commands kept."""
+    """Help that fits the terminal: usage without optional arguments, filled paragraphs, columns and commands as is."""
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
-        """As in argparse, with [options] for what may be left out, which follows by headings."""
-        needed = [group for group in groups if group.required]
-        either = [action for group in needed for action in group._group_actions]
+        """As in argparse, with [options] for optional arguments, which follow by headings."""
+        required = [group for group in groups if group.required]
+        either = [action for group in required for action in group._group_actions]
         shown = [one for one in actions if not one.option_strings or one.required or one in either]
-        super().add_usage(usage, [argparse.Action(["options"], "options", nargs=0), *shown], needed, prefix)
+        super().add_usage(usage, [argparse.Action(["options"], "options", nargs=0), *shown], required, prefix)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.strip("\n").split("\n\n")
@@ -155,11 +155,10 @@ class CommandParser(argparse.ArgumentParser):
         prog: "lengthgen COMMAND".
         description: Paragraphs, and lines "  name  what it is".
         examples: Commands, one a line.
-        method: The heading of what the command does, where "method" is not the word for it.
+        method: The heading of the options of what the command does.
 
     Attributes:
-        model, data, method, run: The groups of options: what is loaded; what is read; what is done; where and how it
-            runs. An option of several commands comes from `shared_options.py`.
+        model, data, method, run: The groups of options. An option of several commands comes from `shared_options.py`.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ A commit of somebody else at the same time is never overwritten. If the command 
 repository that the folder lacks stay there, but are refused where they would be loaded: --overwrite deletes those of a
 checkpoint.
 
-Left out, and listed: what Trainer keeps for itself, pickles, and whatever is no part of a checkpoint. Refused:
+Left out, and listed: the files from which Trainer resumes, pickles, and other files of no checkpoint. Refused:
 tokens and passwords of known forms, paths of your machine in texts, adapters that are not merged, and a checkpoint
 that `lengthgen verify` has not passed, or that has changed since. A learned state goes to the Hub by `hf upload`.
 """
@@ -36,7 +36,7 @@ def command_parser() -> CommandParser:
     what = "repository on the Hub; a name without owner is one of your account"
     parser.model.add_argument("repo_id", metavar="OWNER/NAME", help=what)
     add = parser.run.add_argument
-    what = "only show the files, the card and what is refused; the Hub is not asked"
+    what = "only show the files, the card and what is refused, without contacting the Hub"
     add("--dry-run", action="store_true", help=what)
     add("--public", action="store_true", help="make a new repository public, or push to a public one")
     what = "delete files of a checkpoint on the Hub that the folder lacks, such as other weights or results"

@@ -30,8 +30,8 @@ print(tokenizer.decode(text[0]))"""
 
 
 def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None = None, further: str = "") -> Path:
-    """Write `result.json`, the figures as PNG and SVG, `index.html`, which shows how to load `checkpoint`, and its
-    tables as `tables.md`.
+    """Write `result.json`, the figures as PNG and SVG, `index.html`, which shows how to load `checkpoint`, and
+    `tables.md`.
 
     The page shows `further`, HTML, after its own figures. Returns the path of the page.
     """
@@ -67,28 +67,22 @@ def summary_table(comparison: Comparison) -> str:
 
 
 def tables(comparison: Comparison) -> list[tuple[list[Sequence[str]], str]]:
-    """Rows, of which the first is the header, and a note: the models, and if there are several, their differences."""
+    """Rows, the first of which is the header, and a note: the models, and if there are several, their differences."""
     first = comparison.models[0].evaluation
     start, stop = first.harm.last_range
     place, confidence = f"at {start:,}-{stop:,}", f"{first.confidence:.0%}"
-    rows: list[Sequence[str]] = [("model", f"excess loss {place}", "loss within T", "context use", "harmful from")]
-    for model in comparison.models:
-        evaluation = model.evaluation
-        rows.append(
-            (
-                evaluation.model,
-                estimate_text(evaluation.harm.last, "+"),
-                estimate_text(evaluation.in_window.loss),
-                estimate_text(evaluation.in_window.context_use, "+"),
-                evaluation.harm.onset,
-            )
-        )
-    intervals = (
-        f" with {confidence} intervals over {first.sequences} sequences" if first.harm.curves.coarse.low else ""
-    )
+    above = f"excess loss > {first.harm.threshold:g} from"
+    rows: list[Sequence[str]] = [("model", f"excess loss {place}", "loss within T", "context use", above)]
+    for evaluation in (model.evaluation for model in comparison.models):
+        harm, within = estimate_text(evaluation.harm.last, "+"), evaluation.in_window
+        use = estimate_text(within.context_use, "+")
+        rows.append((evaluation.model, harm, estimate_text(within.loss), use, evaluation.harm.onset))
+    many = first.harm.curves.coarse.low is not None
     note = (
-        f"nats per {first.data.token_unit}{intervals}; "
-        "excess loss above zero: the context beyond the training length makes predictions worse."
+        f"nats per {first.data.token_unit}"
+        + f" with {confidence} intervals over {first.sequences} sequences" * many
+        + "; excess loss above zero: the context beyond the training length makes predictions worse; context use "
+        "above zero: the context within T improves them."
     )
     if not comparison.differences:
         return [(rows, note)]

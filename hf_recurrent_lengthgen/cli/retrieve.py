@@ -67,7 +67,7 @@ def command_parser() -> CommandParser:
         "wording of the prompt (default: %(default)s) [task passkey]",
     )
     add("--task-style", choices=styles, default=styles[0], help=what)
-    what = "number of names with codes in a prompt; one is asked for (default: %(default)s) [task keys]"
+    what = "number of names with codes in a prompt; the question names one (default: %(default)s) [task keys]"
     add("--task-keys", type=positive, default=4, metavar="N", help=what)
     what = "number of codes of each name; the last one counts (default: %(default)s) [task keys]"
     add("--task-values", type=positive, default=1, metavar="N", help=what)
@@ -111,8 +111,8 @@ def run(arguments: Sequence[str]) -> int:
     for name, model in zip(options.models, models, strict=True):
         print(f"{grid.task}, {len(grid.rows)} rows of {len(lengths)} lengths, {grid.samples} samples: {name}")
         placed, label = on_device(model, options.device), model_label(names[name], model)
-        trained = options.training_length or getattr(model.config, "training_length", None)
-        results.append(retrieval_accuracy(placed, grid, lengths, label, data, trained, settings, cache=cache))
+        training_length = options.training_length or getattr(model.config, "training_length", None)
+        results.append(retrieval_accuracy(placed, grid, lengths, label, data, training_length, settings, cache=cache))
     print(f"\n{_table(results)}")
     picture = _write(output, results)
     update_csv(output / "retrieval.csv", RetrievalComparison(tuple(results)), options.csv)
@@ -121,7 +121,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _depths(text: str) -> list[float]:
-    """Depths from 0 to 1, given as a number n of depths i/n or one by one."""
+    """Depths from 0 to 1, from a number n of depths i/n or one by one."""
     if text.isdecimal() and int(text) > 1:
         return [round(index / int(text), 6) for index in range(int(text))]
     depths = [float(part) for part in text.split(",")]

@@ -29,14 +29,9 @@ USUAL_LENGTH = 2048
 def _option(
     heading: str, text: str, default: Any = None, metavar: str | None = None, **goes_with: Sequence[str]
 ) -> Any:
-    """An option.
+    """An option, its help and where the help lists it; `metavar` None stands for a word for its type.
 
-    Args:
-        heading: Where the help lists it.
-        text: Its help.
-        default: Its value if it is not given.
-        metavar: What the help calls its value; None for a word for its type.
-        goes_with: Values of other options, `ANY` for all but none and false. With others, the option does nothing.
+    `goes_with` are values of other options, `ANY` for all but none and false, without which it has no effect.
     """
     shown = {"heading": heading, "help": text, "goes_with": goes_with, **({"metavar": metavar} if metavar else {})}
     return field(default=default, metadata=shown)
@@ -97,8 +92,8 @@ class RunArguments:
     )
     task: Tasks = _option(
         "data",
-        "sequences: text; passkey, a prompt; keys, codes of names in the text of --data, one of which is asked "
-        "for; babilong, a question of bAbI hidden in that text; examples, a chat (column messages of --data) or a "
+        "sequences: text; passkey, a prompt; keys, codes of names in the text of --data, and a question for one of "
+        "them; babilong, a question of bAbI hidden in that text; examples, a chat (column messages of --data) or a "
         "prompt and its completion (columns prompt and completion); or random symbols (Trockman et al., 2024): "
         "copying, stack_copying (from the last to the first), recall (of values by their keys), sorting. In all but "
         "text only the answer counts in the loss",
@@ -123,7 +118,9 @@ class RunArguments:
         0,
         task=STRING_TASKS,
     )
-    task_keys: int = _option("data", "number of names with codes in a sequence; one is asked for", 4, task=("keys",))
+    task_keys: int = _option(
+        "data", "number of names with codes in a sequence; the question names one", 4, task=("keys",)
+    )
     task_values: int = _option("data", "number of codes of each name; the last one counts", 1, task=("keys",))
     task_files: str | None = _option(
         "data",
@@ -170,7 +167,7 @@ class RunArguments:
         task=tuple(task for task in TOKENS if task != "keys"),
     )
     import_file: str | None = _option("method", "Python file with own interventions (default: none)")
-    intervention: str = _option("method", "what is done beside plain training: ", "state_passing")  # + the names
+    intervention: str = _option("method", "what is done in addition to plain training: ", "state_passing")  # + names
     chunks_before_reset: int = _option(
         "method",
         "in tbtt: chunks of training_length after which a state is reset to zero, 0 for never",
@@ -204,7 +201,7 @@ class RunArguments:
             ),
             (
                 self.from_scratch and not (self.lora_r is None and self.attention_window is None),
-                "lora_r and attention_window need given weights: give a checkpoint as model, not a config.json.",
+                "lora_r and attention_window require trained weights: give a checkpoint as model, not a config.json.",
             ),
             (
                 self.mimetic and not self.from_scratch,
@@ -225,8 +222,8 @@ class RunArguments:
     def mimetic_start(self) -> dict[str, Any]:
         """The options of mimetic initialization, as they are recorded."""
         lists = {"switches": self.mimetic_switches, "layers": self.mimetic_layers}
-        given = {name: tuple(values) for name, values in lists.items() if values is not None}
-        return {"c": self.mimetic_c, "offset": self.mimetic_offset} | given
+        chosen = {name: tuple(values) for name, values in lists.items() if values is not None}
+        return {"c": self.mimetic_c, "offset": self.mimetic_offset} | chosen
 
     @property
     def length(self) -> int:
@@ -235,8 +232,8 @@ class RunArguments:
         return self.training_length
 
     @property
-    def row_lengths(self) -> list[int]:
-        """The length of rows, or its minimum and maximum: of `task_length`, else the training length."""
+    def sequence_lengths(self) -> list[int]:
+        """The length of sequences, or its minimum and maximum: of `task_length`, else the training length."""
         return [int(bound) for bound in (self.task_length or str(self.length)).split("-")]
 
     @property
@@ -246,7 +243,6 @@ class RunArguments:
 
     @property
     def chosen_split(self) -> str:
-        """The split to train on."""
         return chosen_split(self.data, self.split, "train")
 
     @property
@@ -254,7 +250,7 @@ class RunArguments:
         """The text to evaluate on.
 
         Raises:
-            ValueError: if none is given, and the training text has no validation split.
+            ValueError: without `eval_data`, if the training text has no validation split.
         """
         if self.eval_data is not None:
             return self.eval_data
@@ -267,20 +263,19 @@ class RunArguments:
 
     @property
     def chosen_eval_split(self) -> str:
-        """The split to evaluate on."""
         return chosen_split(self.chosen_eval_data, self.eval_split, "validation")
 
     @property
     def of_symbols(self) -> bool:
-        """Whether rows are strings of random symbols, which need neither text nor a tokenizer."""
+        """Whether sequences are strings of random symbols, without text and tokenizer."""
         return self.task in STRING_TASKS
 
 
 def goes_with(name: str) -> str:
-    """The choices that an option needs, in words; "" if it needs none, or if it is unknown."""
+    """The choices that an option requires, in words; "" if there are none, or if it is unknown."""
     for item in fields(RunArguments):
         if item.name == name:
             pairs = item.metadata.get("goes_with", {}).items()
             return " and ".join(f"{key} {' or '.join(values)}".strip() for key, values in pairs)
-    having = [key for key, trainer in INTERVENTIONS.items() if name in trainer.config_class.method_fields()]
-    return "" if len(having) in (0, len(INTERVENTIONS)) else f"intervention {' or '.join(sorted(having))}"
+    methods = [key for key, trainer in INTERVENTIONS.items() if name in trainer.config_class.method_fields()]
+    return "" if len(methods) in (0, len(INTERVENTIONS)) else f"intervention {' or '.join(sorted(methods))}"

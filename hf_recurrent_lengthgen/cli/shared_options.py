@@ -13,7 +13,7 @@ from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 
 Settings = TypeVar("Settings", bound=EvaluationSettings)
 TEXT: Any = str | None
-"""Type of a setting that is a text as it is, and not names."""
+"""Type of a setting that is a text, and not a list of names."""
 STANDARD_LIBRARY = "stdlib"
 FORMATS = {
     "mamba-ssm": "mamba-ssm, the library of the Mamba authors",
@@ -29,7 +29,7 @@ MODEL_OPTIONS = (
     *("--tokenizer", "--training-length", "--attention-window"),
     *("--device", "--dtype", "--cache", "--no-cache", "--import", "--trust-remote-code"),
 )
-"""How models are loaded and run, and where results are kept."""
+"""How models are loaded and run, and where results are cached."""
 MODEL = {"metavar": "MODEL", "help": "checkpoint folder or Hub name"}
 MODELS = {"nargs": "+", "metavar": "MODEL", "help": "checkpoint folders or Hub names of causal language models"}
 DTYPES = ("float32", "bfloat16", "float16")
@@ -158,8 +158,8 @@ def _options_of(settings: type[EvaluationSettings]) -> list[Field[Any]]:
 
 def settings_of(settings: type[Settings], options: argparse.Namespace, command: Sequence[str]) -> Settings:
     """The settings from the options of a command; options of several names have commas between them."""
-    given = {field.name: getattr(options, field.name) for field in _options_of(settings)}
+    values = {field.name: getattr(options, field.name) for field in _options_of(settings)}
     for field in _options_of(settings):
-        if isinstance(value := given[field.name], str) and field.type != TEXT:
-            given[field.name] = tuple(filter(None, (one.strip() for one in value.split(","))))
-    return settings(**given, command=shlex.join(command), progress=sys.stderr.isatty())
+        if isinstance(value := values[field.name], str) and field.type != TEXT:
+            values[field.name] = tuple(filter(None, (one.strip() for one in value.split(","))))
+    return settings(**values, command=shlex.join(command), progress=sys.stderr.isatty())

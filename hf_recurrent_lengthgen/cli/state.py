@@ -28,8 +28,8 @@ for keys and values of attention layers. The same command goes on after the last
 text has grown at its end.
 """
 ASK = """\
-Continue prompts after the text that was read. The answers are those that the model would give after reading text and
-prompt at once, or of independent chunks the one with the least entropy of the next token. The file stays as it is.
+Continue prompts after the text that was read. The answers are those of the model after reading text and prompt at
+once, or of independent chunks the one with the least entropy of the next token. The file stays as it is.
 """
 STATE = {"metavar": "STATE", "help": "state file, or a folder of them, whose last one is taken"}
 
@@ -54,29 +54,29 @@ def command_parser() -> CommandParser:
     read.method.add_argument("--every", type=some_tokens, metavar="N", help=what)
     what = "read chunks of N tokens independently, into one file (default: the whole text)"
     read.method.add_argument("--independent-chunks", type=some_tokens, metavar="N", help=what)
-    read.method.add_argument("--transitions", action="store_true", help="also keep what mix --order requires")
+    read.method.add_argument("--transitions", action="store_true", help="also save what mix --order requires")
     read.run.add_argument("--output", required=True, metavar="FOLDER", help="folder for the files")
     add_shared(read, "--tokenizer", "--data", "--split", "--text-column", "--chunk-length")
     show = add_action("show", "show what a state file says of itself", "lengthgen state show book")
-    asked = add_action("ask", "continue prompts after a text that was read", EXAMPLES.splitlines()[2], ASK)
+    ask = add_action("ask", "continue prompts after a text that was read", EXAMPLES.splitlines()[2], ASK)
     what = "make one state file of several: their weighted sum, or about the state after one text after another"
     mix = add_action("mix", what, EXAMPLES.splitlines()[4])
     mix.data.add_argument("states", nargs="+", **STATE)
     mix.method.add_argument("--weights", type=float, nargs="+", metavar="W", help="one for each (default: the mean)")
-    what = "compose files read with --transitions: as given, or the mean over rotations (cyclic) or all orders"
+    what = "compose files read with --transitions: in their order (given), or the mean over rotations or all orders"
     mix.method.add_argument("--order", choices=("given", "cyclic", "all"), help=what)
     mix.run.add_argument("--output", required=True, metavar="FILE", help="state file to write")
-    for action in (show, asked):
+    for action in (show, ask):
         action.data.add_argument("state", **STATE)
-    asked.model.add_argument("model", **MODEL)
+    ask.model.add_argument("model", **MODEL)
     what = "prompt to continue; may be repeated"
-    asked.data.add_argument("--prompt", action="append", required=True, metavar="TEXT", help=what)
+    ask.data.add_argument("--prompt", action="append", required=True, metavar="TEXT", help=what)
     what = "tokens of each answer at most (default: %(default)s)"
-    asked.method.add_argument("--max-new-tokens", type=some_tokens, default=40, metavar="N", help=what)
-    add_shared(asked, "--tokenizer")
+    ask.method.add_argument("--max-new-tokens", type=some_tokens, default=40, metavar="N", help=what)
+    add_shared(ask, "--tokenizer")
     what = "take the text state at this position, or the nearest one before it (default: the last)"
-    asked.data.add_argument("--position", type=some_tokens, metavar="N", help=what)
-    for action in (read, asked):
+    ask.data.add_argument("--position", type=some_tokens, metavar="N", help=what)
+    for action in (read, ask):
         add_shared(action, "--attention-window", "--device", "--dtype", "--trust-remote-code")
     return parser
 

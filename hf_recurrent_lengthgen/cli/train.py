@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, set_seed
 
-from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter, holds_adapter, to_merge
+from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter, holds_adapter, merge_advice
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
@@ -78,29 +78,30 @@ def train(
     model = _model(settings, trainer_class.needs_states)
     if settings.attention_window is not None and (hasattr(model, "peft_config") or _state_alone(training)):
         raise ValueError(
-            "An adapter or a learned state does not keep attention_window: put it into a checkpoint first, "
+            "An adapter or a learned state does not store attention_window: put it into a checkpoint first, "
             "load_model(MODEL, attention_window=W).save_pretrained(FOLDER), and train on FOLDER."
         )
-    given, length_before = settings.training_length, getattr(model.config, "training_length", None)
-    settings = replace(settings, training_length=given or length_before or USUAL_LENGTH)
+    requested, length_before = settings.training_length, getattr(model.config, "training_length", None)
+    settings = replace(settings, training_length=requested or length_before or USUAL_LENGTH)
     tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
     if training.alignment_alpha and training.alignment_length is None:
         training.alignment_length = settings.length
-    eval_rows = evaluation_data(settings, training, tokenizer) if training.eval_strategy != "no" else None
-    rows = training_data(settings, training, tokenizer)
+    eval_dataset = evaluation_data(settings, training, tokenizer) if training.eval_strategy != "no" else None
+    dataset = training_data(settings, training, tokenizer)
     if settings.task in PROMPTS:
-        settings = with_training_length(settings, training, rows.longest, given)
+        settings = with_training_length(settings, training, dataset.longest, requested)
     if not settings.of_symbols:
         print(f"Training at {settings.length} tokens.")
     model.config.training_length = settings.length
     if settings.of_symbols:
-        _record_task(model.config, rows.strings if settings.task_row_length else rows, rows.row_length)
+        task = dataset.strings if settings.task_row_length else dataset
+        _record_task(model.config, task, dataset.row_length)
     trainer = trainer_class(
         model,
         training,
         data_collator=None if settings.task == "text" else PaddingCollator(),
-        train_dataset=rows,
-        eval_dataset=eval_rows,
+        train_dataset=dataset,
+        eval_dataset=eval_dataset,
         processing_class=tokenizer,
         callbacks=_metrics(settings, training, tokenizer),
     )
@@ -108,7 +109,7 @@ def train(
     trainer.facts = RunFacts(
         lineage_of(settings.model) if trainer.is_world_process_zero() else Lineage(),
         _data(settings),
-        rows.row_length if settings.of_symbols else settings.length,
+        dataset.row_length if settings.of_symbols else settings.length,
         tuple(command),
         InitialWeights(settings.mimetic_start if settings.mimetic else None) if settings.from_scratch else None,
     )
@@ -125,7 +126,7 @@ def train(
 
 
 def _metrics(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> list[MetricCallback]:
-    """What is measured in each evaluation beside the loss."""
+    """What is measured in each evaluation in addition to the loss."""
     if not settings.retrieval_lengths:
         return []
     sizes = DEPTHS, settings.retrieval_samples, training.seed
@@ -147,12 +148,13 @@ def _write_card(*arguments: Any) -> bool:
 
 def _check_folders(settings: RunArguments, training: InitialStateConfig) -> None:
     """Raise a `ValueError` if the output folder holds something that would be lost."""
-    asked, output = training.resume_from_checkpoint, str(training.output_dir)
+    resumed, output = training.resume_from_checkpoint, str(training.output_dir)
     if Path(settings.model).resolve() == Path(output).resolve():
         raise ValueError(f"The trained model would overwrite {settings.model}: give another --output.")
-    held = checkpoints_of(output)
-    start = next((step for step, path in held.items() if asked and path.resolve() == Path(asked).resolve()), -1)
-    later = [path.name for step, path in held.items() if step > start]
+    checkpoints = checkpoints_of(output)
+    same = (step for step, path in checkpoints.items() if resumed and path.resolve() == Path(resumed).resolve())
+    start = next(same, -1)
+    later = [path.name for step, path in checkpoints.items() if step > start]
     if later and not settings.resume:
         raise ValueError(
             f"{output} holds checkpoints of an earlier run ({', '.join(later)}), which a later --resume would mix up "
@@ -161,7 +163,7 @@ def _check_folders(settings: RunArguments, training: InitialStateConfig) -> None
 
 
 def _model(settings: RunArguments, needs_states: bool) -> Any:
-    """A new model or the given one, with an adapter if `lora_r` is given."""
+    """The model to train, new or loaded, with a new adapter if `lora_r` is set."""
     if not settings.from_scratch:
         how: dict[str, Any] = {"needs_states": needs_states, "attention_window": settings.attention_window}
         model = load_model(settings.model, settings.trust_remote_code, **how)
@@ -179,7 +181,7 @@ def _with_adapter(model: PreTrainedModel, settings: RunArguments) -> Any:
     """The model with a new adapter, whose config has the absolute path of the model."""
     name = settings.model
     if holds_adapter(name):
-        raise ValueError(f"{name} is an adapter already: leave lora_r out to train it on. {to_merge(name)}.")
+        raise ValueError(f"{name} is an adapter already: leave lora_r out to train it on. {merge_advice(name)}.")
     values, _ = PreTrainedConfig.get_config_dict(name)
     if values.get("model_type") in STATEFUL_CLASSES:
         convert = shlex.join(["lengthgen", "convert", name, "--output", "BASE"])
@@ -204,7 +206,7 @@ def _method(settings: RunArguments, training: InitialStateConfig) -> str:
 
 
 def _record_method(trainer: Trainer, method: str, training: InitialStateConfig) -> None:
-    """Record the method in the config of the trained model, which may be another object than the one given."""
+    """Record the method in the config of the trained model, which may be another object than `train` loaded."""
     if method:
         steps = training.max_steps
         budget = f"{steps} steps" if steps > 0 else f"{training.num_train_epochs:g} epochs"
@@ -213,9 +215,8 @@ def _record_method(trainer: Trainer, method: str, training: InitialStateConfig) 
 
 
 def _data(settings: RunArguments) -> DataSource:
-    """The source of the training data."""
     if settings.of_symbols:
-        packed = f"rows of {settings.task_row_length} tokens" if settings.task_row_length else ""
+        packed = f"sequences of {settings.task_row_length} tokens" if settings.task_row_length else ""
         return DataSource(f"{settings.task} of {settings.task_length} random symbols", selection=packed)
     if settings.task == "passkey":
         tokens = f", of {settings.task_length} tokens" if settings.task_length else ""
@@ -226,9 +227,9 @@ def _data(settings: RunArguments) -> DataSource:
     if settings.task == "babilong":
         return replace(source, name=f"questions of bAbI in {source.name}")
     if settings.task == "keys":
-        asked = f"{settings.task_keys} keys of {settings.task_values} values"
+        keys = f"{settings.task_keys} keys of {settings.task_values} values"
         tokens = f", {settings.task_length} tokens," if settings.task_length else ""
-        source = replace(source, name=f"{asked}{tokens} in {source.name}")
+        source = replace(source, name=f"{keys}{tokens} in {source.name}")
     least = settings.minimum_document_tokens
     return replace(source, selection=f"documents of at least {least:,} tokens") if least else source
 
@@ -256,7 +257,7 @@ def _new_model(file: str, trust_remote_code: bool) -> Any:
 
 
 def _tokenizer(settings: RunArguments, vocab_size: int) -> Any:
-    """The tokenizer given, else that of the checkpoint, else bytes for a model from scratch."""
+    """That of --tokenizer, else of the checkpoint, else bytes for a model from scratch."""
     tokenizer = load_tokenizer(
         settings.tokenizer or ("bytes" if settings.from_scratch else settings.model), settings.trust_remote_code
     )
@@ -282,8 +283,8 @@ def _held_out(settings: RunArguments) -> list[str]:
     """Options of `lengthgen evaluate` that name held-out text."""
     data = settings.eval_data or settings.data
     options = {"--data": data, "--split": settings.eval_split, "--text-column": settings.text_column}
-    given = {name: value for name, value in options.items() if value not in (None, HOW[name].get("default"))}
-    return [word for option in given.items() for word in option]
+    changed = {name: value for name, value in options.items() if value not in (None, HOW[name].get("default"))}
+    return [word for option in changed.items() for word in option]
 
 
 def _next_step(

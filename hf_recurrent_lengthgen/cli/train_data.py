@@ -1,4 +1,4 @@
-"""The rows of `lengthgen train`: text, passkeys, questions, examples or symbols."""
+"""The data of `lengthgen train`: text, passkeys, questions, examples or symbols."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,16 +35,15 @@ def _lookahead(training: InitialStateConfig) -> int:
 
 
 def training_data(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
-    """The training data."""
-    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.row_processes
-    samples = rows * training.max_steps if training.max_steps > 0 else TASK_SAMPLES
-    found = _found(settings, training, tokenizer, samples, held_out=False)
+    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.row_processes
+    samples = sequences * training.max_steps if training.max_steps > 0 else TASK_SAMPLES
+    data = _task_data(settings, training, tokenizer, samples, held_out=False)
     if settings.task != "text":
-        return found
+        return data
     lookahead = _lookahead(training)
     if continues(training):
         return ContinuedChunks(
-            found,
+            data,
             settings.length,
             settings.chunks_before_reset or None,
             settings.reset_at_document,
@@ -52,20 +51,20 @@ def training_data(settings: RunArguments, training: InitialStateConfig, tokenize
             lookahead,
         )
     # a block of n predictions has n + 1 tokens
-    return PackedBlocks(found, settings.length + max(lookahead - 1, 0))
+    return PackedBlocks(data, settings.length + max(lookahead - 1, 0))
 
 
 def evaluation_data(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
     """The evaluation data: other text, keys or questions than the training data."""
-    found = _found(settings, training, tokenizer, TASK_EVALUATION_SAMPLES, held_out=True)
-    return PackedBlocks(found, settings.length) if settings.task == "text" else found
+    data = _task_data(settings, training, tokenizer, TASK_EVALUATION_SAMPLES, held_out=True)
+    return PackedBlocks(data, settings.length) if settings.task == "text" else data
 
 
-def _found(
+def _task_data(
     settings: RunArguments, training: InitialStateConfig, tokenizer: Any, samples: int, *, held_out: bool
 ) -> Any:
-    """The rows of a task, or the stream of a text; those for evaluation are `held_out`."""
-    seed, lengths = training.seed + held_out, settings.row_lengths
+    """The sequences of a task, or the stream of a text; those for evaluation are `held_out`."""
+    seed, lengths = training.seed + held_out, settings.sequence_lengths
     if settings.of_symbols:
         seed = training.seed + EVALUATION_SEED * held_out
         strings = string_task(settings.task, lengths, settings.task_vocabulary, samples, seed, begin=True)
@@ -86,36 +85,36 @@ def _found(
 
 
 def with_training_length(
-    settings: RunArguments, training: InitialStateConfig, longest: int, given: int | None
+    settings: RunArguments, training: InitialStateConfig, longest: int, requested: int | None
 ) -> RunArguments:
-    """The settings with the training length of prompts or examples: the piece in which they are read, or the longest.
+    """The settings with the training length of prompts or examples: the chunk in which they are read, or the longest.
 
     Args:
-        settings: With the training length given, or of the model, or the usual one.
-        training: Its `bptt_chunk_length` becomes the training length in tbtt, unless it was given.
-        longest: Tokens of the longest row.
-        given: The training length on the command line, or None.
+        settings: With the training length of the command line, of the model, or the default.
+        training: Its `bptt_chunk_length` becomes the training length in tbtt, unless it is set.
+        longest: Tokens of the longest sequence.
+        requested: The training length on the command line, or None.
 
     Raises:
-        ValueError: for rows of one piece in tbtt, and for rows that are read whole and longer than the length given.
+        ValueError: for sequences of one chunk in tbtt, and if whole sequences are longer than the `requested` length.
     """
     if continues(training):
         training.bptt_chunk_length = training.bptt_chunk_length or settings.length
         if longest <= training.bptt_chunk_length:
             remedy = "" if settings.task == "examples" else " (task_length)"
             raise ValueError(
-                f"tbtt does nothing here: the longest row has {longest} tokens, and a piece has "
-                f"{training.bptt_chunk_length}. Give longer rows{remedy}, shorter pieces (training_length), "
+                f"tbtt does nothing here: the longest sequence has {longest} tokens, and a chunk has "
+                f"{training.bptt_chunk_length}. Give longer sequences{remedy}, shorter chunks (training_length), "
                 "or --intervention none."
             )
-        training.check()  # with the pieces
-    in_pieces = continues(training) or training.bptt_window is not None
-    if given is not None and given < longest and not in_pieces:
+        training.check()  # with the chunks
+    in_chunks = continues(training) or training.bptt_window is not None
+    if requested is not None and requested < longest and not in_chunks:
         raise ValueError(
-            f"training_length is {given}, but rows are read whole, and the longest has {longest} tokens: leave "
-            "training_length out, or read rows in pieces of it with --intervention tbtt."
+            f"training_length is {requested}, but sequences are read whole, and the longest has {longest} tokens: "
+            "leave training_length out, or read sequences in chunks of it with --intervention tbtt."
         )
-    return replace(settings, training_length=given or (training.bptt_chunk_length if in_pieces else longest))
+    return replace(settings, training_length=requested or (training.bptt_chunk_length if in_chunks else longest))
 
 
 def stream_of(settings: RunArguments, data: str, split: str, tokenizer: Any) -> Tensor:
@@ -131,7 +130,7 @@ def _questions(
     assert settings.task_files is not None
     questions = [question for file in babi_files(settings.task_files, files) for question in read_babi(file)]
     background = load_documents(data, split, settings.text_column)
-    prompts = BabilongPrompts(tokenizer, questions, background, settings.row_lengths, seed)
+    prompts = BabilongPrompts(tokenizer, questions, background, settings.sequence_lengths, seed)
     if prompts.left_out:
-        print(f"Left out {prompts.left_out} of {len(questions)} questions: their facts do not fit into a row.")
+        print(f"Left out {prompts.left_out} of {len(questions)} questions: their facts do not fit into a sequence.")
     return prompts

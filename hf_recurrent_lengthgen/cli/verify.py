@@ -7,7 +7,7 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns, some_t
 from hf_recurrent_lengthgen.cli.shared_options import add_shared
 
 DESCRIPTION = """\
-Check a checkpoint folder, and write verification.json into it if it passes, which `lengthgen push` asks for.
+Check a checkpoint folder, and write verification.json into it if it passes, which `lengthgen push` requires.
 
 A new process that cannot import this package loads the folder offline, with the code in it (hybrids and exports: with
 the class of Transformers), and its tokenizer. On random tokens, in float32 whatever the dtype of the weights, it must

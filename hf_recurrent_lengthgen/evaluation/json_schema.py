@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.evaluation.views import summary, to_html
 Document = TypeVar("Document")
 Scalar = bool | int | float | str | None
 Value = Scalar | tuple[Scalar, ...] | dict[str, Scalar | dict[str, Scalar]]
-"""An option whose type only its owner knows."""
+"""An option of any type."""
 
 _SCHEMAS: dict[type, tuple[str, int]] = {}
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")
@@ -125,7 +125,7 @@ def _untagged(plain: Any, kind: type) -> Any:
 
 
 def _problem(place: tuple[int | str, ...], error: Any) -> str:
-    """One error of pydantic with its place: "models[1].role: Input should be 'base' or 'other', got 'cure'"."""
+    """One error of pydantic with its place: "models[1].role: Input should be 'base' or 'other', got 'control'"."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     why = error["msg"].removeprefix("Value error, ").replace("Unexpected keyword argument", "There is no such field")
     got = "" if error["type"] in ("missing", "value_error") else f", got {error['input']!r:.80}"

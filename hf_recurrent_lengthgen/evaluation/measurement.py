@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens
 class Measurement:
     """A model, tokens (S, L + 1) and settings; results are cached by `key`, which holds everything they depend on.
 
-    `evaluation` is what `metrics.context_harm.measure.evaluated` has made of it, None before.
+    `evaluation` is set by `metrics.context_harm.measure.evaluated`, None before.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Measurement:
             "tokens": self.data.digest,
             "training_length": training_length,
             "confidence": settings.confidence,
-            "pieces": [settings.batch_size, settings.chunk_length],
+            "forward_sizes": [settings.batch_size, settings.chunk_length],
         }
         self.evaluation: Any = None
 
     def kept(self, name: str, kind: type[Document], compute: Callable[[], Document], **depends_on: Any) -> Document:
-        """A result from the cache, or computed and kept; it depends on `key`, `depends_on` and the code of `kind`."""
+        """A result from the cache, or computed and stored; depends on `key`, `depends_on` and the code of `kind`."""
         if self.cache is None:
             return compute()
         key = {"result": name, "kind": foreign_code([kind]), **self.key, **depends_on}

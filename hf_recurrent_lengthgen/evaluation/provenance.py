@@ -43,10 +43,10 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def config_digest(config: Any, but: str = "") -> str:
-    """SHA-256 of all fields of a config, `but` one of them."""
+def config_digest(config: Any, without: str = "") -> str:
+    """SHA-256 of all fields of a config, `without` one of them."""
     plain = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    return _digest_of({key: repr(value) for key, value in plain.items() if key not in ("_name_or_path", but)})
+    return _digest_of({key: repr(value) for key, value in plain.items() if key not in ("_name_or_path", without)})
 
 
 def model_record(model: Any) -> dict[str, str]:

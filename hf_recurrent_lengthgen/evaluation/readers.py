@@ -1,8 +1,8 @@
-"""Reading texts piece by piece with any causal language model.
+"""Reading texts chunk by chunk with any causal language model.
 
-Models with the state contract (ours, `stateful(model)`, checkpoints with our code) carry a state from one piece to the
+Models with the state contract (ours, `stateful(model)`, checkpoints with our code) carry a state from one chunk to the
 next; the state is a value. Hybrids also carry the keys and values of their attention. Other models of Transformers
-carry a cache of keys and values, which the next piece changes in place. Models without either read a text as a whole.
+carry a cache of keys and values, which the next chunk changes in place. Models without either read a text as a whole.
 
 A short text tests once whether a model uses its cache correctly. Transformers' Mamba-1 and Jamba, for example, take a
 cache and drop the recurrent state in it.
@@ -25,17 +25,17 @@ from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, take_rows
 
 LOGITS_PER_LOSS = 2**18
-"""Logits whose log-probabilities are in memory at once: 1 MiB, which caches hold."""
+"""Logits whose log-probabilities are in memory at once: 1 MiB, which fits into the cache of a CPU."""
 PROBE_LENGTH = 24
 """Length of the text that tests a cache, in tokens."""
 
 
 def nll_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """NLL (B, C) in float32 of targets (B, C) from logits (B, C, V), in pieces that caches hold."""
+    """NLL (B, C) in float32 of targets (B, C) from logits (B, C, V), `LOGITS_PER_LOSS` at a time."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     tokens = max(1, LOGITS_PER_LOSS // logits.shape[-1])
-    pieces = zip(logits.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True)
-    nll = torch.cat([F.cross_entropy(piece.to(dtype), own, reduction="none").float() for piece, own in pieces])
+    parts = zip(logits.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True)
+    nll = torch.cat([F.cross_entropy(part.to(dtype), target, reduction="none").float() for part, target in parts])
     return nll.view(targets.shape)
 
 
@@ -57,12 +57,12 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 class Reader:
-    """Reads with a model that carries nothing from piece to piece; subclasses are for models that do.
+    """Reads with a model that carries nothing from chunk to chunk; subclasses are for models that do.
 
     Attributes:
         model: The model, without a PEFT wrapper.
         vocabulary: Vocabulary size of the model.
-        carries: Whether a text can be read in pieces.
+        carries: Whether a text can be read in chunks.
         carried_by_row: Whether the cache is a value of constant size, which `take_rows` and `join_rows` work on and
             reading does not change.
         branches: Whether several texts can continue one, with `fork`, `take_rows` and `join_rows`; caches that grow
@@ -90,11 +90,11 @@ class Reader:
         return type(self.model).__name__
 
     def begin(self, initial_state: RecurrentState | None = None) -> Any:
-        """The cache for the first piece of a text that starts from a state."""
+        """The cache for the first chunk of a text that starts from a state."""
         return None if initial_state is None else self.refuse("an initial state")
 
     def read(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
-        """Read a piece.
+        """Read a chunk.
 
         Args:
             input_ids: (B, C) int64 on the model's device.
@@ -103,13 +103,13 @@ class Reader:
             logits_to_keep: Return only this many last logits; 0 for all.
 
         Returns:
-            Logits (B, C or `logits_to_keep`, V), and the cache for the next piece.
+            Logits (B, C or `logits_to_keep`, V), and the cache for the next chunk.
 
         Raises:
             ValueError: for a cache if `carries` is False, and for positions beyond those of the model.
         """
         if cache is not None:
-            self.refuse("reading a text in pieces")
+            self.refuse("reading a text in chunks")
         without = {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
         return self._forward(input_ids, logits_to_keep, **without), None
 
@@ -137,9 +137,9 @@ class Reader:
         """The recurrent state in a cache; empty for a model without states."""
         return ()
 
-    def refuse(self, wanted: str, otherwise: str = "") -> NoReturn:
+    def refuse(self, what: str, otherwise: str = "") -> NoReturn:
         raise ValueError(
-            f"{self.name} does not carry a recurrent state by value, which {wanted} needs"
+            f"{self.name} does not carry a recurrent state by value, which {what} needs"
             f"{f' ({self.why})' if self.why else ''}. Models of recurrent families do: load them with "
             f"hf_recurrent_lengthgen.load_model(...), or wrap them with stateful(model).{otherwise}"
         )
@@ -165,10 +165,10 @@ class StateReader(Reader):
     branches = True
 
     @classmethod
-    def of(cls, model: Any, wanted: str) -> "StateReader":
-        """`reader_of` the model; a `ValueError` that names what is `wanted` if its state is no value."""
+    def of(cls, model: Any, what: str) -> "StateReader":
+        """`reader_of` the model; a `ValueError` that says `what` requires a state by value if it has none."""
         reader = reader_of(model)
-        return reader if isinstance(reader, cls) else reader.refuse(wanted)
+        return reader if isinstance(reader, cls) else reader.refuse(what)
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, "its attention layers keep a cache of the text")
@@ -213,12 +213,14 @@ class StateReader(Reader):
 
 
 class CacheReader(Reader):
-    """Reads with a model of Transformers that caches keys and values; carries this cache, one text at a time."""
+    """Reads with a model of Transformers that caches keys and values; carries this cache, one text at a time.
+
+    `argument` is the name of the cache in the model's `forward`.
+    """
 
     carries = True
 
     def __init__(self, model: nn.Module, argument: str) -> None:
-        """`argument` is what the model's `forward` calls the cache."""
         super().__init__(model, "its cache changes as it reads")
         self._argument = argument
 
@@ -241,7 +243,7 @@ def reader_of(model: Any) -> Reader:
     if hasattr(model, "get_base_model"):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError(
-                f"{type(model).__name__} puts virtual tokens before each text, which cannot be read in pieces."
+                f"{type(model).__name__} puts virtual tokens before each text, which cannot be read in chunks."
             )
         model = model.get_base_model()
     parameters = inspect.signature(model.forward).parameters
@@ -279,7 +281,7 @@ def reader_of(model: Any) -> Reader:
             first, cache = reader.read(ids[:, :begin])
             second, _ = reader.read(ids[:, begin:], cache)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            return Reader(model, f"its cache does not work in pieces: {error}")
+            return Reader(model, f"its cache does not work in chunks: {error}")
         if not _equal(at_once, torch.cat([first, second], dim=1)):
             return Reader(model, "its predictions with a cache differ from those without")
         return reader
@@ -291,48 +293,45 @@ _NEUTRAL = {
     "token_healing": False,
 }
 _OF_NEW_TOKENS = {"max_length": (20, "max_new_tokens"), "min_length": (0, "min_new_tokens")}
-"""Lengths that count the text, what Transformers takes if there is none, and those that do not count it."""
+"""Lengths that count the text, their defaults in Transformers, and those that do not count it."""
 _OF_ALL_TOKENS = "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria"
 """Arguments of `generate` that are called with all tokens that it has."""
 
 
-def check_generation(model: Any, given: Mapping[str, Any], most: int = 1) -> int:
-    """The last tokens of a text that `generate` needs for its settings, where the text was read before; at least 1.
+def check_generation(model: Any, arguments: Mapping[str, Any], most: int = 1) -> int:
+    """The last tokens of a text that `generate` requires for its settings after the text was read; at least 1.
 
     Args:
         model: The model, whose generation config counts, too.
-        given: Arguments of `generate`.
+        arguments: Arguments of `generate`.
         most: Tokens that `generate` can get; functions of the caller get all of them.
 
     Raises:
-        ValueError: for settings that need more tokens, or the length of the text.
+        ValueError: for settings that require more tokens, or the length of the text.
     """
-    others = {name: value for name, value in given.items() if name != "generation_config"}
-    config, _ = model._prepare_generation_config(given.get("generation_config"), **others)
-    needed, wrong = _tokens_needed(config), dict[str, str]()
+    options = {name: value for name, value in arguments.items() if name != "generation_config"}
+    config, _ = model._prepare_generation_config(arguments.get("generation_config"), **options)
+    required = _tokens_required(config)
+
+    def check(name: str, allowed: bool, why: str) -> None:
+        if not allowed:
+            where = "or in the generation config of the model (generation_config.json)"
+            raise ValueError(f"{name}={getattr(config, name)!r} {why}, {where}.")
+
     for name, neutral in _NEUTRAL.items():
-        if getattr(config, name, None) not in (None, neutral):
-            wrong[name] = (
-                "needs all tokens of the text, of which generate gets the last one: leave it out, or set it to "
-                f"{neutral}"
-            )
-    for name, (unset, instead) in _OF_NEW_TOKENS.items():
-        told = given.get(name) is not None or getattr(config, name) not in (None, unset)
-        if told and getattr(config, instead) is None:
-            wrong[name] = f"would not count what was read before: give {instead}"
-    for name, tokens in needed.items():
-        if tokens > most:
-            wrong[name] = (
-                f"needs the last {tokens} tokens of the text, and generate gets {most} of them: give a text state a "
-                f"prompt of {tokens} tokens, or leave it out"
-            )
-    for name, why in wrong.items():
-        value = f"{name}={getattr(config, name)!r}"
-        raise ValueError(f"{value} {why}, or in the generation config of the model (generation_config.json).")
-    return most if any(given.get(name) for name in _OF_ALL_TOKENS) else max(1, *needed.values())
+        why = "needs all tokens of the text, of which generate gets the last one: leave it out, or set it to"
+        check(name, getattr(config, name, None) in (None, neutral), f"{why} {neutral}")
+    for name, (default, instead) in _OF_NEW_TOKENS.items():
+        unset = arguments.get(name) is None and getattr(config, name) in (None, default)
+        counted = getattr(config, instead) is not None
+        check(name, unset or counted, f"would not count the text that was read before: give {instead}")
+    for name, tokens in required.items():
+        why = f"needs the last {tokens} tokens of the text, and generate gets {most} of them: give a text state a"
+        check(name, tokens <= most, f"{why} prompt of {tokens} tokens, or leave it out")
+    return most if any(arguments.get(name) for name in _OF_ALL_TOKENS) else max(1, *required.values())
 
 
-def _tokens_needed(config: Any) -> dict[str, int]:
+def _tokens_required(config: Any) -> dict[str, int]:
     """The last tokens of a text that settings of `generate` look at, by setting."""
     stop = config.stop_strings or []
     biased = [entry if isinstance(config.sequence_bias, dict) else entry[0] for entry in config.sequence_bias or []]

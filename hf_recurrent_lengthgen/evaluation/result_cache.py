@@ -33,34 +33,34 @@ def _sha256(body: bytes) -> bytes:
 class ResultCache:
     """A folder of values, each in a file named by the SHA-256 of its key.
 
-    The key of a file is the caller's key, the versions of the packages and a digest of this package's code. `found`
+    The key of a file is the caller's key, the versions of the packages and a digest of this package's code. `hits`
     counts the values that were read from the cache.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.found = 0
+        self.hits = 0
         self._code = {"code": code_digest(), "versions": installed_versions()}
 
     def get(self, key: Mapping[str, Any], kind: type[Any] | None = None) -> Any:
-        """The value, as a document if a `kind` is given; None if it is not in the cache."""
+        """The value, as a document of a `kind`, if any; None if it is not in the cache."""
         path, full = self._file(key)
         try:
             digest, _, body = path.read_bytes().partition(b"\n")
-            if digest != _sha256(body) or (kept := json.loads(body))["key"] != full:
+            if digest != _sha256(body) or (entry := json.loads(body))["key"] != full:
                 raise ValueError("its checksum does not match, or it belongs to another key")
-            value = kept["value"] if kind is None else from_json(kept["value"], kind)
+            value = entry["value"] if kind is None else from_json(entry["value"], kind)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             warnings.warn(f"The cached result {path} is damaged ({error}): computing it again.", stacklevel=3)
             return None
-        self.found += 1
+        self.hits += 1
         return value
 
     def put(self, key: Mapping[str, Any], value: Any) -> None:
-        """Keep a value of plain JSON types; if writing fails, warn and continue: it is worth more than the file."""
+        """Store a value of plain JSON types; if writing fails, warn and continue."""
         path, full = self._file(key)
         body = json.dumps({"key": full, "value": value}).encode()
         try:

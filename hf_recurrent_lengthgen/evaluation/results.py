@@ -1,7 +1,7 @@
 """Results of evaluations, as typed values with a strict JSON form, which figures and pages are made from.
 
-Units: NLL, loss and harm in nats per token, positions and lengths in tokens, time in seconds. Position t is scored
-with t + 1 tokens of context. Every interval is the two-sided t-interval over sequences at the confidence of the
+Units: NLL, loss and excess loss in nats per token, positions and lengths in tokens, time in seconds. Position t is
+scored with t + 1 tokens of context. Every interval is the two-sided t-interval over sequences at the confidence of the
 result, paired for differences. Bounds are None with fewer than two sequences.
 """
 
@@ -60,8 +60,8 @@ class DataSource:
     sizes: str = ""
 
     @classmethod
-    def of(cls, given: "DataSource | str") -> "DataSource":
-        return given if isinstance(given, cls) else cls(str(given))
+    def of(cls, source: "DataSource | str") -> "DataSource":
+        return source if isinstance(source, cls) else cls(str(source))
 
     @property
     def description(self) -> str:
@@ -108,7 +108,7 @@ class ModelResult:
         model, weights: Its name, and the SHA-256 of its parameters.
         data: What was read, its digest and the name of a token.
         device, versions, command, seed, wall_seconds: How it was measured.
-        forgetting, attention_window: Those in its config; None for all keys.
+        forgetting, attention_window: Those in its config; None for full attention.
     """
 
     model: str

@@ -8,7 +8,7 @@ from typing import Any
 CONFIDENCE = 0.95
 """Default two-sided confidence of intervals."""
 HARM_THRESHOLD = 0.05
-"""Harm in nats per token above which context counts as harmful."""
+"""Excess loss in nats per token above which a model fails."""
 TOLERANCE = 0.01
 """Perplexity may exceed p* by this fraction."""
 PATCHED_HEADS = 8
@@ -26,8 +26,8 @@ class EvaluationSettings:
     """How a model is measured; fields with a help text are options of `lengthgen evaluate`.
 
     Attributes:
-        batch_size, chunk_length: Rows, and tokens of each, per forward pass; None for what memory limits allow.
-        harm_threshold: Nats per token; context is called harmful from the first bin shown to be above it.
+        batch_size, chunk_length: Texts, and tokens of each, per forward pass; None for what memory limits allow.
+        harm_threshold: Nats per token; a model fails from the first bin whose excess loss is shown to be above it.
         tolerance: Tolerance of the verdict, as a fraction of perplexity.
         confidence: Two-sided confidence of each interval, and of all bins together where the first one is named.
         seed: Seed of random draws; recorded.
@@ -65,10 +65,10 @@ class DiagnosisSettings(EvaluationSettings):
     Attributes:
         parts: Names of the parts to measure in addition to the evaluation; None for all.
         patched_heads: Number of heads that are exchanged one by one, see `patch_heads`; 0 for no patching.
-        remembrance_distances: Distances for Effective Remembrance beside total variation, see `DISTANCES` there.
+        remembrance_distances: Distances for Effective Remembrance in addition to total variation, see `DISTANCES`.
         repeated_text: The text that the constant prompt repeats; None for a line break.
-        repeated_token: Its token, which is what is read; None for no such prompt.
-        attention_windows: Windows that hybrids are read with beside those of `attention_window_harm`.
+        repeated_token: The token of this text; None for no such prompt.
+        attention_windows: Windows of hybrids in addition to those of `attention_window_harm`.
     """
 
     parts: tuple[str, ...] | None = option(
@@ -76,13 +76,13 @@ class DiagnosisSettings(EvaluationSettings):
     )
     patched_heads: int = option(
         PATCHED_HEADS,
-        "number of heads whose states are exchanged one by one, beside all drifting heads together; 0 exchanges none "
-        "(default: %(default)s)",
+        "number of heads whose states are exchanged one by one, in addition to all drifting heads together; 0 "
+        "exchanges none (default: %(default)s)",
     )
     remembrance_distances: tuple[str, ...] = option(
         (),
-        "distances of predictions in which Effective Remembrance is measured and drawn beside total variation, of "
-        "jensen_shannon and cosine, separated by commas (default: none)",
+        "distances of predictions for Effective Remembrance in addition to total variation: jensen_shannon, "
+        "cosine, separated by commas (default: none)",
     )
     seed: int = option(0, "seed of random draws (default: %(default)s)")
     repeated_text: str | None = option(

@@ -94,20 +94,19 @@ def _split(parent: Node, node: Node, position: int) -> Node:
 
 def _dissolve_small(root: Node, worth: int) -> None:
     """Remove nodes that save fewer than `worth` tokens, and prepend their tokens to each child."""
-    nodes = list(walk(root))
-    for node in reversed(nodes):  # children before parents
-        kept: list[Node] = []
+    for node in reversed(list(walk(root))):  # children before parents
+        children: list[Node] = []
         for child in node.children:
             copies = len(child.children) + bool(child.ends)
             if not child.children or (copies - 1) * len(child.tokens) >= worth:
-                kept.append(child)
+                children.append(child)
                 continue
-            for other in child.children:
-                tokens = np.concatenate([child.tokens, other.tokens])
-                kept.append(Node(child.start, tokens, other.children, other.ends))
+            for grandchild in child.children:
+                tokens = np.concatenate([child.tokens, grandchild.tokens])
+                children.append(Node(child.start, tokens, grandchild.children, grandchild.ends))
             if child.ends:
-                kept.append(Node(child.start, child.tokens, [], child.ends))
-        node.children = kept
+                children.append(Node(child.start, child.tokens, [], child.ends))
+        node.children = children
 
 
 def walk(root: Node) -> Iterator[Node]:
@@ -158,9 +157,9 @@ class Branch:
         unscored, tokens = self.first - self.node.start, self.node.tokens
         begin, stop = max(place, unscored), min(place + len(likeliest), len(tokens))
         if begin < stop:
-            own, given = slice(begin - unscored, stop - unscored), slice(begin - place, stop - place)
-            self.log_probability[own] = log_probability[given]
-            self.likeliest[own] = likeliest[given] == tokens[begin:stop]
+            scored, observed = slice(begin - unscored, stop - unscored), slice(begin - place, stop - place)
+            self.log_probability[scored] = log_probability[observed]
+            self.likeliest[scored] = likeliest[observed] == tokens[begin:stop]
 
 
 def rows_with_room(reader: Reader, rows: int, tokens: int) -> int:
@@ -188,7 +187,7 @@ def read_tree(
         batch_size, chunk_length: Maximum rows, and tokens of each, per forward pass; None chooses by memory, with at
             most 16 rows. Where keys of attention would exceed `STATES_PER_FORWARD` elements, there are fewer rows.
         scored_from: For each text, the index of its first scored token, at least 1; the last token of a text is then
-            not read. None to score nothing and to keep the cache after each text.
+            not read. None to score nothing and to return the cache after each text.
         title: Title of the progress bar; empty for none.
 
     Yields:
@@ -257,13 +256,13 @@ class _Walk:
         bar: Any,
     ) -> None:
         self.reader, self.root, self.chunk_length, self.bar = reader, root, chunk_length, bar
-        self.asked = batch_size
+        self.batch_size = batch_size
         self.rows = batch_size or max(1, min(ROWS, STATES_PER_FORWARD // max(1, state_elements(reader.model))))
         self.all_states = scored_from is None
         self.first: dict[Node, int] = {}  # the first scored position of the texts below each node
         for node in reversed(list(walk(root))):
-            own = [] if scored_from is None else [scored_from[index] for index in node.ends]
-            self.first[node] = min([*own, *(self.first[child] for child in node.children)], default=NOWHERE)
+            here = [] if scored_from is None else [scored_from[index] for index in node.ends]
+            self.first[node] = min([*here, *(self.first[child] for child in node.children)], default=NOWHERE)
 
     def branches(self) -> Iterator[tuple[int, Branch]]:
         """Read all nodes; leaves of several parents share batches, so that parents with few leaves fill them, too."""
@@ -293,14 +292,14 @@ class _Walk:
     def _wait(
         self, parents: Sequence[Branch], inner: list[list[Branch]], leaves: dict[tuple[int, int], list[Branch]]
     ) -> None:
-        """Queue the children of nodes, longest first; those whose state is needed are in separate batches."""
+        """Queue the children of nodes, longest first; those whose state is required are in separate batches."""
         children = [Branch(node, parent, self.first[node]) for parent in parents for node in parent.node.children]
         children.sort(key=lambda branch: -len(branch.node.tokens))
-        kept: dict[tuple[int, int], list[Branch]] = {}
+        with_states: dict[tuple[int, int], list[Branch]] = {}
         for branch in children:
-            needed = branch.node.children or self.all_states
-            (kept if needed else leaves).setdefault(self._together(branch.node), []).append(branch)
-        for group in kept.values():
+            required = branch.node.children or self.all_states
+            (with_states if required else leaves).setdefault(self._together(branch.node), []).append(branch)
+        for group in with_states.values():
             while group:
                 rows = self._most(group)
                 inner.append(group[:rows])
@@ -319,7 +318,7 @@ class _Walk:
         longest = group[0].node
         if self.reader.branches:
             return rows_with_room(self.reader, self.rows, longest.stop)
-        return reading_plan(self.reader, len(group), len(longest.tokens), self.asked, self.chunk_length)[0]
+        return reading_plan(self.reader, len(group), len(longest.tokens), self.batch_size, self.chunk_length)[0]
 
     def _read(self, batch: Sequence[Branch], states: bool) -> None:
         """Read nodes, longest first, after their parents, and store their scores and states."""
@@ -332,20 +331,20 @@ class _Walk:
             carry = self.reader.join_rows([parent.carry for parent in parents])
         rows = [branch.node.tokens if states else branch.node.tokens[:-1] for branch in batch]
         lengths = [len(row) for row in rows]
-        wanted = [max(0, self.first[branch.node] - branch.node.start - 1) for branch in batch]  # first logits of each
+        scored = [max(0, self.first[branch.node] - branch.node.start - 1) for branch in batch]  # first logits of each
         place, left = 0, sum(length > 0 for length in lengths)
         carry = self._first_rows(carry, left, len(rows))
         while left:
-            keep_from = max(place, min(wanted[:left]))
-            stop = self._stop(place, lengths[:left], keep_from, 0 if states else WORTH_A_CALL)
+            first = max(place, min(scored[:left]))
+            stop = self._stop(place, lengths[:left], first, 0 if states else WORTH_A_CALL)
             ids = np.zeros((left, stop - place), np.int64)
             for number, row in enumerate(rows[:left]):
                 ids[number, : max(0, len(row) - place)] = row[place:stop]
-            kept = max(0, stop - keep_from)
+            count = max(0, stop - first)
             # logits_to_keep=0 would return all logits
-            logits, carry = self.reader.read(torch.from_numpy(ids).to(self.reader.device), carry, max(kept, 1))
-            if kept:
-                self._observe(batch[:left], stop - kept, logits)
+            logits, carry = self.reader.read(torch.from_numpy(ids).to(self.reader.device), carry, max(count, 1))
+            if count:
+                self._observe(batch[:left], stop - count, logits)
             place, before = stop, left
             left = sum(length > place for length in lengths)
             for number in range(left, before if states else left):
@@ -354,7 +353,7 @@ class _Walk:
             carry = self._first_rows(carry, left, before)
         self.bar.update(sum(lengths))
 
-    def _stop(self, place: int, lengths: Sequence[int], keep_from: int, padding: int) -> int:
+    def _stop(self, place: int, lengths: Sequence[int], first: int, padding: int) -> int:
         """The end of a forward pass: as far as memory and the caller allow, and with little padding."""
         limit = lengths[0]
         if self.chunk_length is not None:
@@ -362,12 +361,12 @@ class _Walk:
         elif self.reader.carries:
             logits = max(1, LOGITS_PER_FORWARD // (len(lengths) * self.reader.vocabulary))
             limit = min(limit, place + max(1, TOKENS_PER_FORWARD // len(lengths)))
-            limit = min(limit, (keep_from if self.reader.keeps else place) + logits)
+            limit = min(limit, (first if self.reader.keeps else place) + logits)
         ends = [min(limit, length) for length in lengths]
         return next(end for end in ends if sum(max(0, end - other) for other in ends) <= padding)
 
-    def _first_rows(self, carry: Any, wanted: int, there: int) -> Any:
-        return carry if carry is None or wanted in (0, there) else self.reader.take_rows(carry, slice(wanted))
+    def _first_rows(self, carry: Any, count: int, rows: int) -> Any:
+        return carry if carry is None or count in (0, rows) else self.reader.take_rows(carry, slice(count))
 
     def _observe(self, branches: Sequence[Branch], place: int, logits: Tensor) -> None:
         """Store what follows from logits (rows, n, V) at the places [place, place + n) of nodes."""

@@ -60,12 +60,12 @@ def shown_above(
         confidence: Two-sided confidence of each interval, and of all decisions together.
         choices: Number of references from which that of the means was chosen, each of which must be allowed for.
     """
-    shown, found = np.zeros(len(mean), dtype=bool), True
-    while found and low is not None:
+    shown, more = np.zeros(len(mean), dtype=bool), True
+    while more and low is not None:
         share = (1 - confidence) / 2 / choices / max(1, int((~shown).sum()))
         wider = special.stdtrit(count - 1, 1 - share) / special.stdtrit(count - 1, (1 + confidence) / 2)
         above = mean - np.subtract(mean, low) * wider > threshold
-        found = bool((above & ~shown).any())
+        more = bool((above & ~shown).any())
         shown |= above
     return shown
 
@@ -76,8 +76,8 @@ def position_edges(
     """Edges of disjoint bins over the positions [0, length): of width 1 below `exact_until`, then logarithmic.
 
     Bin i holds the positions edges[i] <= t < edges[i + 1]. The logarithmic edges are
-    round(training_length * 2^(k / bins_per_doubling)), without duplicates, so the training length is always an edge. If
-    `length` cuts the last bin to less than half of its width, the bin is merged with the previous one, unless it
+    round(training_length * 2^(k / bins_per_doubling)), without duplicates, so the training length is always an edge.
+    If `length` cuts the last bin to less than half of its width, the bin is merged with the previous one, unless it
     starts at the training length.
     """
     lowest = -math.ceil(bins_per_doubling * math.log2(training_length)) - bins_per_doubling
@@ -105,7 +105,7 @@ def bin_means(values: np.ndarray, edges: Sequence[int]) -> np.ndarray:
 
 
 def make_curve(edges: Sequence[int], values: np.ndarray, confidence: float = CONFIDENCE) -> Curve:
-    """The curve of per-sequence bin values (S, n) on n + 1 edges."""
+    """Means over sequences, with intervals, of bin values (S, n) on n + 1 edges."""
     mean, low, high = t_interval(values, confidence)
     bounds = (None if bound is None else tuple(bound.tolist()) for bound in (low, high))
     return Curve(tuple(edges), tuple(mean.tolist()), *bounds)
@@ -118,9 +118,9 @@ def estimate(values: np.ndarray, confidence: float) -> Estimate:
 
 
 def binned_curve(values: np.ndarray, edges: Sequence[int], first: int, confidence: float) -> Curve:
-    """The curve of values (S, n), whose first column is position `first`, on the edges from `first`."""
-    kept = [edge for edge in edges if edge >= first]
-    return make_curve(kept, bin_means(values, [edge - first for edge in kept]), confidence)
+    """`make_curve` of values (S, n), whose first column is position `first`, on the edges from `first`."""
+    later = [edge for edge in edges if edge >= first]
+    return make_curve(later, bin_means(values, [edge - first for edge in later]), confidence)
 
 
 def perplexity(nll: ArrayLike) -> np.ndarray:

@@ -41,7 +41,6 @@ Tokens = np.ndarray | Tensor
 
 
 def check_forward_sizes(batch_size: int | None, chunk_length: int | None) -> None:
-    """Refuse sizes of a forward pass below 1, with which texts would stay unread."""
     for name, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, or None to choose by memory; got {value}.")
@@ -101,8 +100,8 @@ def state_elements(model: Any) -> int:
 
 def carried_elements(reader: Reader, length: int) -> int:
     """Elements that a row carries after `length` tokens: its state, and the keys and values of attention layers."""
-    kept = min(length, attention_window(reader.model) or length)
-    return state_elements(reader.model) + kept * reader.elements_per_token
+    tokens = min(length, attention_window(reader.model) or length)
+    return state_elements(reader.model) + tokens * reader.elements_per_token
 
 
 def forward_plan(
@@ -115,10 +114,10 @@ def forward_plan(
     shortest: int = SHORTEST_CHUNK,
     most: int = TOKENS_PER_FORWARD,
 ) -> tuple[int, int]:
-    """Rows and tokens of one forward pass: as given, or the most within the three limits of this module.
+    """Rows and tokens of one forward pass, by default the most within the three limits of this module.
 
-    `state` is the `carried_elements` of a row. Rows are split into batches before a chunk gets shorter than `shortest`.
-    `most` is the limit of tokens.
+    `state` is the `carried_elements` of a row. Rows are split into batches before a chunk gets shorter than
+    `shortest`. `most` is the limit of tokens.
     """
     check_forward_sizes(batch_size, chunk_length)
     tokens = max(1, min(most, LOGITS_PER_FORWARD // vocabulary))
@@ -169,7 +168,7 @@ def stream_chunks(
 def chunk_borders(
     length: int, chunk_length: int, stops: Sequence[int] = (), start: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """Start and stop of pieces of [start, length) of at most `chunk_length` tokens, which also end at `stops`."""
+    """Start and stop of chunks of [start, length) of at most `chunk_length` tokens, which also end at `stops`."""
     ends = iter(sorted({stop for stop in stops if start < stop < length} | {length}))
     end = next(ends)
     while start < length:
@@ -287,12 +286,12 @@ def stream_nll(
             rows = slice(first, min(first + batch, sequences))
             state = None if initial_state is None else take_rows(initial_state, rows)
             origins = [(sequence, 0) for sequence in range(rows.start, rows.stop)]
-            for piece in stream_chunks(reader, array[rows], chunk, state, origins, stops):
-                stop = piece.start + piece.nll.shape[1]
-                nll[rows, piece.start : stop] = piece.nll.cpu().numpy()
+            for read in stream_chunks(reader, array[rows], chunk, state, origins, stops):
+                stop = read.start + read.nll.shape[1]
+                nll[rows, read.start : stop] = read.nll.cpu().numpy()
                 if observer is not None:
-                    observer.see(first, piece)
-                bar.update(piece.nll.numel())
-            final_states.append(piece.state)
+                    observer.see(first, read)
+                bar.update(read.nll.numel())
+            final_states.append(read.state)
     # Joined outside inference mode, so that they are ordinary tensors, from which training can start.
     return StreamNll(nll, concatenate_rows(final_states))

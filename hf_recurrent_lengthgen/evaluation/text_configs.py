@@ -20,7 +20,7 @@ def text_config(model: Any) -> Any:
 
 
 def attention_window(model: Any) -> int | None:
-    """The window of a hybrid's attention in tokens; None for all, and for a model without a config."""
+    """The window of a hybrid's attention in tokens; None for full attention, and for a model without a config."""
     config = None if getattr(model, "config", None) is None else text_config(model)
     return getattr(config, "attention_window", None)
 

@@ -1,4 +1,4 @@
-"""The model class `lengthgen` of lm-evaluation-harness: reads in pieces, and shared prefixes of requests once.
+"""The model class `lengthgen` of lm-evaluation-harness: reads in chunks, and shared prefixes of requests once.
 
 Results are those of lm_eval's own class for Transformers (`hf`) on the same weights, up to rounding, except that
 
@@ -38,7 +38,7 @@ from hf_recurrent_lengthgen.harness.endings import BrokenLogits, Ending
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 GENERATION_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "num_beams"}
-"""Arguments for `generate`. Others, such as penalties for repetition, need the prompt, which has been read already."""
+"""Arguments for `generate`. Penalties for repetition require the prompt, which has been read already."""
 ROW_LENGTH = 64
 """Tokens of a row, by which the rows of a batch are as many as memory limits allow."""
 QUESTION, MAX_GENERATED = 128, 256
@@ -57,8 +57,8 @@ class StateLM(TemplateLM):
         tokenizer: Folder, Hub name, "bytes", or a tokenizer (default: the checkpoint's).
         batch_size: Maximum rows per forward pass; "auto" for as many as memory limits allow. Where keys of attention
             are long, there are fewer rows.
-        device: "cuda" if available, else "cpu", by default; a given model stays on its device.
-        dtype: Dtype of the weights: float32 (default), bfloat16, float16 or float64; a given model keeps its own.
+        device: "cuda" if available, else "cpu", by default; a model object stays on its device.
+        dtype: Dtype of the weights: float32 (default), bfloat16, float16 or float64; a model object keeps its dtype.
         trust_remote_code: Whether code of the checkpoint may run.
         attention_window: Of a hybrid, as in `stateful`.
         max_batch_size: Upper limit if `batch_size` is "auto"; passed by lm_eval.
@@ -211,15 +211,15 @@ class StateLM(TemplateLM):
             alike.setdefault(repr(request.args[1]), []).append(index)
         for indices in alike.values():
             contexts = [str(requests[index].args[0]) for index in indices]
-            given = requests[indices[0]].args[1]
-            for place, text in self._generate(contexts, given, disable_tqdm):
+            arguments = requests[indices[0]].args[1]
+            for place, text in self._generate(contexts, arguments, disable_tqdm):
                 results[indices[place]] = text
                 self.cache_hook.add_partial("generate_until", requests[indices[place]].args, text)
         return results
 
-    def _generate(self, contexts: list[str], given: dict[str, Any], disable_tqdm: bool) -> Iterator[tuple[int, str]]:
-        """The index of each context and its continuation, with the same arguments for all."""
-        arguments = dict(normalize_gen_kwargs(given, MAX_GENERATED))
+    def _generate(self, contexts: list[str], options: dict[str, Any], disable_tqdm: bool) -> Iterator[tuple[int, str]]:
+        """The index of each context and its continuation, with the same options for all."""
+        arguments = dict(normalize_gen_kwargs(options, MAX_GENERATED))
         end = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         stop = [text for text in handle_stop_sequences(arguments.pop("until"), eos=end) if text]
         new_tokens: Any = arguments.pop("max_gen_toks")
@@ -232,8 +232,8 @@ class StateLM(TemplateLM):
         if not arguments["do_sample"]:
             arguments.pop("temperature", None)
         ids = self._surest([self.tok_encode(context) or self._before for context in contexts], disable_tqdm)
-        known: int | Ids | None = self._reader.model.generation_config.eos_token_id
-        ends = sorted({*(known if isinstance(known, list) else [known]), self.eot_token_id} - {None})
+        eos: int | Ids | None = self._reader.model.generation_config.eos_token_id
+        ends = sorted({*(eos if isinstance(eos, list) else [eos]), self.eot_token_id} - {None})
         ending = Ending(self.tokenizer, stop, ends)
         pad = self.tokenizer.pad_token_id
 
@@ -299,8 +299,8 @@ def _reader(
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}.")
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         reader = reader_of(load_language_model(pretrained, trust_remote_code, DTYPES[name], window).to(place))
-    elif any(given is not None for given in (device, dtype, window)):
-        raise ValueError("A given model keeps its device, dtype and window: leave those arguments out.")
+    elif any(argument is not None for argument in (device, dtype, window)):
+        raise ValueError("A model object keeps its device, dtype and window: leave those arguments out.")
     else:
         reader = reader_of(pretrained)
     if not isinstance(reader, StateReader):

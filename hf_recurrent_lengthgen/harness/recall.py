@@ -24,7 +24,7 @@ ROOM_FOR_THE_ANSWER = 50
 logger = logging.getLogger(__name__)
 
 
-class Asked(NamedTuple):
+class RecallQuestion(NamedTuple):
     """A question about a document; the answer continues `cue`."""
 
     question: str
@@ -48,7 +48,7 @@ def rows(
         config_source, data_dir: As in `local_files.rows`.
         layout: Layout of the rows: "key" (text, key, value), "completion" (context, question, text, value) or
             "question" (context, question, orig_question, answers).
-        keep: The part of documents that are too long to keep: "answer" or "beginning".
+        keep: The part of too long documents to keep: "answer" or "beginning".
         times: Number of times that the document is read.
         context_length: Tokens for the document and an answer; None to cut nothing.
         metadata: Other metadata, with the tokenizer.
@@ -60,61 +60,63 @@ def rows(
     source = local_files.rows(config_source, data_dir, **metadata)["validation"]
     prompts, without_answer = [], 0
     for row in source:
-        asked = LAYOUTS[layout](row)
-        if not asked.answers:
+        item = LAYOUTS[layout](row)
+        if not item.answers:
             without_answer += 1
             continue
-        if context_length is not None and len(asked.document.encode()) > context_length - ROOM_FOR_THE_ANSWER:
+        if context_length is not None and len(item.document.encode()) > context_length - ROOM_FOR_THE_ANSWER:
             tokenizer = local_files.metadata_tokenizer(metadata, "cutting documents (context_length)")
-            asked = cut(asked, tokenizer, context_length - ROOM_FOR_THE_ANSWER, keep)
-        prompts.append({"prompt": prompt(asked, times), "answers": asked.answers})
+            item = cut(item, tokenizer, context_length - ROOM_FOR_THE_ANSWER, keep)
+        prompts.append({"prompt": prompt(item, times), "answers": item.answers})
     if without_answer:
         logger.warning("%d rows have no answer and are left out.", without_answer)
     return {"validation": datasets.Dataset.from_list(prompts)}
 
 
-def prompt(asked: Asked, times: int = 2) -> str:
-    document = f"{asked.document.strip().strip('.').strip()}."
+def prompt(item: RecallQuestion, times: int = 2) -> str:
+    document = f"{item.document.strip().strip('.').strip()}."
     repeated = "\n".join([document] * times)
-    return f"{asked.question} {repeated} {asked.cue}".strip() if times > 1 else f"{document} {asked.cue}".strip()
+    return f"{item.question} {repeated} {item.cue}".strip() if times > 1 else f"{document} {item.cue}".strip()
 
 
-def cut(asked: Asked, tokenizer: PreTrainedTokenizerBase, longest: int, keep: str) -> Asked:
-    tokens = tokenizer.encode(asked.document, add_special_tokens=False)
+def cut(item: RecallQuestion, tokenizer: PreTrainedTokenizerBase, longest: int, keep: str) -> RecallQuestion:
+    tokens = tokenizer.encode(item.document, add_special_tokens=False)
     if len(tokens) <= longest:
-        return asked
+        return item
     start = 0
     if keep == "answer":
-        places = [asked.document.lower().find(answer.lower()) for answer in asked.answers]
+        places = [item.document.lower().find(answer.lower()) for answer in item.answers]
         first = min((place for place in places if place >= 0), default=0)
-        before = len(tokenizer.encode(asked.document[:first], add_special_tokens=False))
+        before = len(tokenizer.encode(item.document[:first], add_special_tokens=False))
         start = max(0, min(before - longest // 2, len(tokens) - longest))
-    return asked._replace(document=str(tokenizer.decode(tokens[start : start + longest], skip_special_tokens=True)))
+    return item._replace(document=str(tokenizer.decode(tokens[start : start + longest], skip_special_tokens=True)))
 
 
 def contains(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     return {"contains": float(any(answer.lower() in results[0].lower() for answer in doc["answers"]))}
 
 
-def _key(row: dict[str, Any]) -> Asked:
+def _key(row: dict[str, Any]) -> RecallQuestion:
     name = row["key"].strip()
     text = row["text"].partition("Summary of information above...")[0].strip()
     cue = f"{name[:1].upper()}{name[1:]}:"
-    return Asked(f"Information about {cue[:-1]}.", _without_end(text, f"{name}:"), cue, _answers([row["value"]]))
+    about = f"Information about {cue[:-1]}."
+    return RecallQuestion(about, _without_end(text, f"{name}:"), cue, _answers([row["value"]]))
 
 
-def _completion(row: dict[str, Any]) -> Asked:
+def _completion(row: dict[str, Any]) -> RecallQuestion:
     document, text = row["context"].partition("Question:")[0].strip(), row["text"].strip()
     if not text.startswith(document):
         document = text
-    return Asked(row["question"].strip(), document, text.removeprefix(document).strip(), _answers([row["value"]]))
+    cue = text.removeprefix(document).strip()
+    return RecallQuestion(row["question"].strip(), document, cue, _answers([row["value"]]))
 
 
-def _question(row: dict[str, Any]) -> Asked:
+def _question(row: dict[str, Any]) -> RecallQuestion:
     document = re.sub(r"\[(PAR|DOC|TLE)\]", "", row["context"]).strip()
     cue = row["question"].strip()
     question = (row.get("orig_question") or cue).strip().strip(":")
-    return Asked(question, _without_end(document, cue), cue, _answers(row["answers"]))
+    return RecallQuestion(question, _without_end(document, cue), cue, _answers(row["answers"]))
 
 
 def _without_end(text: str, ending: str) -> str:
@@ -123,8 +125,8 @@ def _without_end(text: str, ending: str) -> str:
     return text
 
 
-def _answers(given: list[str]) -> list[str]:
-    return [answer.strip() for answer in given if answer.strip()]
+def _answers(answers: list[str]) -> list[str]:
+    return [answer.strip() for answer in answers if answer.strip()]
 
 
 LAYOUTS = {"key": _key, "completion": _completion, "question": _question}

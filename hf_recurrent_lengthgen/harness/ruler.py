@@ -16,7 +16,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
 def rows(task: str, data_dir: str | None = None, max_seq_lengths: list[int] | None = None, **metadata: Any) -> Splits:
-    """Prompts and answers at all lengths in the folder, or at the given lengths.
+    """Prompts and answers at all lengths in the folder, or at some.
 
     Args:
         task: RULER's name of the task.

@@ -1,8 +1,8 @@
 """Metrics of models beyond their training length, and their results as values, files and tables.
 
-A metric is a folder: `measure` (numbers from a model and tokens), `result` (a typed value), `figure`, and `words`
-(what is said of it, and its `Part` of a diagnosis); a small one is a module. `parts` lists those of a diagnosis. What
-they share is in `hf_recurrent_lengthgen.evaluation`.
+A metric is a folder: `measure` (numbers from a model and tokens), `result` (a typed value), `figure`, and `summary`
+(sentences about it, and its `Part` of a diagnosis); a small one is a module. `parts` lists the metrics of a diagnosis.
+What they share is in `hf_recurrent_lengthgen.evaluation`.
 """
 
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result

@@ -184,9 +184,6 @@ def long_short_misalignment(
     return Misalignment(mean.mean, mean.low, mean.high, tuple(values.mean(1).tolist()))
 
 
-# --- as a part of a diagnosis ---
-
-
 def _compute(task: Measurement) -> Misalignment:
     options: Any = {name: getattr(task.settings, name) for name in ("seed", "confidence", "progress")}
     compute = partial(long_short_misalignment, task.model, task.tokens, task.training_length, **options)

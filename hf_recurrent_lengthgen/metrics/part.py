@@ -45,7 +45,7 @@ class Part(Generic[Result]):
         facts: Key numbers for the page, the terminal and model cards: name -> value.
         pictures: Figures by file name.
         definitions: Definitions of terms, from all results of a page.
-        reason: A clause that explains the model's verdict ("breaks", "holds", "unclear"), or "".
+        reason: A clause that explains the model's verdict, or "".
     """
 
     name: str

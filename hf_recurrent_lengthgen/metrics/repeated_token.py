@@ -109,9 +109,6 @@ def constant_prompt(
     return ConstantPrompt(token, training_length, length, curve, *numbers, next(exceeded, None), states)
 
 
-# --- as a part of a diagnosis ---
-
-
 def _compute(task: Measurement) -> ConstantPrompt:
     settings = task.settings
     assert isinstance(settings, DiagnosisSettings)

@@ -74,9 +74,9 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
     write_text(path, text.getvalue())
 
 
-def update_csv(path: Path, result: Any, asked: bool) -> None:
-    """Write the rows of a result if `asked`, and over those of an earlier result, which would contradict it."""
-    if asked or path.is_file():
+def update_csv(path: Path, result: Any, create: bool) -> None:
+    """Write the rows of a result over those of an earlier one, which would contradict it, or `create` the file."""
+    if create or path.is_file():
         write_csv(path, rows_of(result))
 
 

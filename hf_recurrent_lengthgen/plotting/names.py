@@ -15,8 +15,8 @@ LONGEST = 18
 def short_names(names: Sequence[str]) -> list[str]:
     """The last parts of paths, as few as distinguish the names; a remark in parentheses stays."""
     paths = [(PurePath(name.partition(" (")[0]).parts, "".join(name.partition(" (")[1:])) for name in names]
-    for kept in range(1, max(len(parts) for parts, _ in paths)):
-        short = ["/".join(parts[-kept:]) + remark for parts, remark in paths]
+    for count in range(1, max(len(parts) for parts, _ in paths)):
+        short = ["/".join(parts[-count:]) + remark for parts, remark in paths]
         if len({*short}) == len(names):
             return short
     return list(names)
@@ -33,7 +33,7 @@ def figure_names(names: Sequence[str]) -> list[str]:
 
 def with_names(result: Compared, names: Sequence[str]) -> Compared:
     """A comparison or diagnosis with other names for its models, in the same order."""
-    given: Any = result
-    pairs = zip(given.models, names, strict=True)
+    compared: Any = result
+    pairs = zip(compared.models, names, strict=True)
     models = tuple(replace(model, evaluation=replace(model.evaluation, model=name)) for model, name in pairs)
-    return replace(given, models=models)
+    return replace(compared, models=models)

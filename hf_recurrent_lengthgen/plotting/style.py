@@ -84,10 +84,10 @@ def fitted(text: str, width: float, size: float, lines: int, weight: str = "norm
         wrapped = _wrapped(text, width, smaller, weight)
         if len(wrapped) <= lines:
             return "\n".join(wrapped), smaller
-    kept = len(text)
-    while len(wrapped) > lines and kept > 2:
-        kept -= 1
-        shorter = f"{text[: (kept + 1) // 2]}…{text[len(text) - kept // 2 :]}"
+    letters = len(text)
+    while len(wrapped) > lines and letters > 2:
+        letters -= 1
+        shorter = f"{text[: (letters + 1) // 2]}…{text[len(text) - letters // 2 :]}"
         wrapped = _wrapped(shorter, width, smaller, weight)
     return "\n".join(wrapped), smaller
 

@@ -21,7 +21,7 @@ def test_models_without_states_load_as_they_are_where_they_may(tmp_path: Path) -
     model = load_language_model(str(tmp_path))
     assert type(model) is LlamaForCausalLM
     torch.testing.assert_close(model.state_dict(), saved.state_dict())
-    with pytest.raises(ValueError, match="of type 'llama', which cannot be given states"):
+    with pytest.raises(ValueError, match="of type 'llama', which accepts no initial state"):
         load_model(str(tmp_path))
     saved.config.num_hidden_layers = 2
     saved.config.save_pretrained(tmp_path)

@@ -125,7 +125,7 @@ def test_rows_of_several_strings_train_and_strings_are_measured_alone(
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert config.task == {"name": "copying", "length": [2, 4], "vocabulary": 8, "begin": True}  # a string alone
     assert config.training_length == 30
-    assert "rows of 30 tokens" in (tmp_path / "out" / "lineage.json").read_text()
+    assert "sequences of 30 tokens" in (tmp_path / "out" / "lineage.json").read_text()
     arguments = ["accuracy", str(tmp_path / "out"), "--output", str(tmp_path), "--samples", "3", "--lengths", "4"]
     assert main(arguments) == 0
     (found,) = read_result(tmp_path / "accuracy.json", AccuracyComparison).models
@@ -146,7 +146,7 @@ def test_a_checkpoint_is_trained_on(train: Run, checkpoint: Callable[..., Path],
         ({"task_length": "5-3"}, "copying: the length must be a number, or a minimum and a maximum, from 1,"),
         (
             {"task_row_length": 10},
-            "copying: rows of 10 tokens do not hold the longest string with its answer, which has 11",
+            "copying: sequences of 10 tokens do not hold the longest string with its answer, which has 11",
         ),
         ({"task_vocabulary": 10}, "copying with 10 symbols has 13 tokens, the model's vocab_size is 12"),
         ({"intervention": "tbtt"}, "tbtt reads the sequences of task copying in chunks: give bptt_chunk_length"),

@@ -93,7 +93,7 @@ def test_a_card_takes_results_with_its_window_and_says_it(hybrid: Path, evaluate
         assert evaluate(hybrid, "--attention-window", window) == 0
         results[window] = (tmp_path / "out" / "result.json").rename(tmp_path / f"{window}.json")
     card = str(build_card(windowed, [results["3"]]))
-    assert "Its attention sees the last 3 tokens alone" in card
+    assert "Its attention is limited to a window of the last 3 tokens" in card
     assert "attention sees" not in str(build_card(hybrid, [results["none"]]))
     for folder, other, words in ((hybrid, "3", "all"), (windowed, "none", "the last 3")):
         with pytest.raises(ValueError, match=f"needs results with no forgetting, and attention to {words} tokens"):
@@ -104,7 +104,7 @@ def test_what_would_lose_the_window_or_has_no_attention_is_refused(
     hybrid: Path, checkpoint: Path, train: Train, evaluate: Evaluate, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(model=hybrid, attention_window=3, lora_r=2) == 1
-    assert "does not keep attention_window: put it into a checkpoint first" in capsys.readouterr().err
+    assert "does not store attention_window: put it into a checkpoint first" in capsys.readouterr().err
     assert evaluate(checkpoint, "--attention-window", "3") == 1
     assert "StatefulMamba2ForCausalLM does not take attention_window" in capsys.readouterr().err
     assert evaluate(hybrid, "--attention-window", "k") == 1
@@ -122,7 +122,7 @@ def test_several_windows_are_compared(hybrid: Path, evaluate: Evaluate, tmp_path
     for window in ("2", "none"):
         alone |= measured("--attention-window", window)
     assert measured("--attention-window", "2, none") == alone
-    assert list(alone) == ["bamba (2 keys)", "bamba (all keys)"]
+    assert list(alone) == ["bamba (window of 2)", "bamba (full attention)"]
     assert len({*alone.values()}) == 2
 
 
@@ -144,5 +144,5 @@ def test_a_diagnosis_of_several_windows_reads_the_texts_once_for_each(
 
 def test_the_window_of_a_model_of_images_and_text_is_in_its_name() -> None:
     model = stateful(tiny_composite("qwen3_5"), attention_window=3)
-    assert model_label("m", model) == "m (3 keys)"
-    assert model_label("m", stateful(model, attention_window="none"), "none") == "m (all keys)"
+    assert model_label("m", model) == "m (window of 3)"
+    assert model_label("m", stateful(model, attention_window="none"), "none") == "m (full attention)"

@@ -119,7 +119,7 @@ def test_numbers_of_tokens_of_a_training(tmp_path: Path) -> None:
     assert (training.bptt_chunk_length, training.attention_windows) == (1024, [256, 2048])
     keys = ["--model", "m", "--output", "o", "--task", "keys", "--eval-strategy", "steps"]
     run, *_ = read_options([*keys, "--task-length", "1k-64k", "--retrieval-lengths", "2k", "1M"])
-    assert (run.row_lengths, run.retrieval_lengths) == ([1024, 65536], [2048, 2**20])
+    assert (run.sequence_lengths, run.retrieval_lengths) == ([1024, 65536], [2048, 2**20])
     for name, trainer in INTERVENTIONS.items():
         numbers = [item for item in fields(trainer.config_class) if item.type in (int, int | None)]
         told = [item.name for item in numbers if re.search(r"\btokens\b", str(item.metadata.get("help")), re.I)]

@@ -55,7 +55,7 @@ def test_a_llama_trains_on_the_loss_of_the_equation(
     assert not torch.equal(trained.lm_head.weight.double(), model.lm_head.weight)
     assert trained_config(out)["training_length"] == T
     assert f"Saved to {out}. Next: lengthgen evaluate {llama} {out}" in shown
-    with pytest.raises(ValueError, match=r"'llama', which cannot be given states.* --intervention none"):
+    with pytest.raises(ValueError, match=r"'llama', which accepts no initial state.* --intervention none"):
         load_model(str(out))
 
 

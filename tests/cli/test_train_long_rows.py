@@ -70,7 +70,7 @@ def test_examples_need_their_columns(
     assert train(model=checkpoint, data=pairs) == 1
     assert "prompt has examples with answers: --task examples" in capsys.readouterr().err
     assert train(model=checkpoint, task="examples", data=pairs, training_length=42) == 1
-    assert "training_length is 42, but rows are read whole, and the longest has 43" in capsys.readouterr().err
+    assert "training_length is 42, but sequences are read whole, and the longest has 43" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_the_training_length_is_the_piece_of_tbtt_or_the_longest_row() -> None:
     assert settled(None, 8192, *none, *windows[:2]) == (8192, 64)  # gradients go through whole rows
     assert settled(None, 8192, *none) == (8192, None)
     assert settled(9000, 8192, *none) == (9000, None)
-    with pytest.raises(ValueError, match="the longest row has 128 tokens, and a piece has 128"):
+    with pytest.raises(ValueError, match="the longest sequence has 128 tokens, and a chunk has 128"):
         settled(128, 128, *tbtt)
-    with pytest.raises(ValueError, match="training_length is 128, but rows are read whole, and the longest has 129"):
+    with pytest.raises(ValueError, match="training_length is 128, but sequences are read whole, and the longest has 129"):
         settled(128, 129, *none)
 
 

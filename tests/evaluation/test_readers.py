@@ -173,7 +173,7 @@ def test_states_are_values_that_reading_on_does_not_change(tokens: np.ndarray) -
                     **SIZES, **HEADS, num_experts=2, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1
                 )
             ),
-            "its predictions with a cache differ from those without|its cache does not work in pieces",
+            "its predictions with a cache differ from those without|its cache does not work in chunks",
         ),
     ],
     ids=["bigram", "stock mamba", "stock jamba"],

@@ -46,12 +46,12 @@ def test_a_finding_names_its_numbers(demo: Comparison) -> None:
 @pytest.mark.parametrize(
     ("harm", "width", "expected"),
     [
-        (1.4, 0.01, "breaks"),
-        (0.02, 0.01, "holds"),
-        (-0.3, 0.01, "holds"),
-        (0.05, 0.01, "unclear"),
-        (0.02, 0.1, "unclear"),
-        (1.4, None, "unclear"),
+        (1.4, 0.01, "fails"),
+        (0.02, 0.01, "generalizes"),
+        (-0.3, 0.01, "generalizes"),
+        (0.05, 0.01, "inconclusive"),
+        (0.02, 0.1, "inconclusive"),
+        (1.4, None, "inconclusive"),
     ],
 )
 def test_the_status_needs_the_whole_interval_on_one_side(harm: float, width: float | None, expected: str) -> None:

@@ -294,7 +294,7 @@ def test_each_distance_has_a_panel_with_the_models_that_have_it() -> None:
         "total variation)",
         "1 - cosine)",
     ]
-    assert [axes.get_xlabel() for axes in figure.axes] == ["", "Number of last tokens kept"]
+    assert [axes.get_xlabel() for axes in figure.axes] == ["", "Length of the truncated context"]
     curve, mark = cosine.lines
     assert list(curve.get_ydata()) == [value.mean for value in base.others["cosine"]]
     assert (curve.get_color(), list(mark.get_xdata())) == (ROLE_COLORS["base"], [16, 16])

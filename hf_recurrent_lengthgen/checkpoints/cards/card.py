@@ -49,7 +49,7 @@ WRITTEN = (
 """Patterns of the files that a card brings along."""
 NO_SETTINGS = CardSettings()
 OWN_WORDS = ("<!-- own words: lengthgen card keeps what stands here -->", "<!-- end of own words -->")
-"""Marks around the text that a person writes."""
+"""Marks around the manual section."""
 Paths = Sequence[str | os.PathLike[str]]
 
 
@@ -150,7 +150,6 @@ def figures(evidence: Sequence[Evidence]) -> dict[str, Callable[[], Figure]]:
 
 
 def _write_figures_and_results(folder: Path, evidence: Sequence[Evidence]) -> set[Path]:
-    """Write them, and return their paths."""
     drawn = {folder / FIGURES / name: draw for name, draw in figures(evidence).items()}
     results = {folder / RESULTS / item.file: item.original for item in evidence}
     for file in (*drawn, *results):
@@ -217,7 +216,7 @@ def marked(text: str, files: dict[str, str]) -> str:
 
 
 def own_words(text: str) -> str:
-    """The text between the marks of a card; a `ValueError` unless each mark occurs once, in order."""
+    """The manual section between the marks of a card; a `ValueError` unless each mark occurs once, in order."""
     counts = [text.count(mark) for mark in OWN_WORDS]
     if counts == [0, 0]:
         return ""

@@ -51,7 +51,7 @@ class CardSettings:
         language: Language of the training text, as on the Hub: "en", "code".
         datasets: Training datasets on the Hub.
         authors: Authors of the checkpoint.
-        own_words: Markdown that a person wrote.
+        own_words: The manual section, Markdown.
     """
 
     repo_id: str | None = None
@@ -73,7 +73,7 @@ class Checkpoint:
         tokenizer: Whether there is a tokenizer.
         verification: None if there is none, or only one of other files.
         files: SHA-256 of weights and config, by file name.
-        find_weights: Returns the digest of these weights if it is among the given ones, else None.
+        find_weights: Returns the digest of these weights if it is in a set of digests, else None.
     """
 
     name: str
@@ -110,7 +110,6 @@ class Checkpoint:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The steps of its lineage."""
         return () if self.lineage is None else self.lineage.steps
 
     @property
@@ -138,7 +137,7 @@ class Evidence:
     Attributes:
         file: Name of its copy in the card's folder of results.
         original: Its content.
-        compared: The evaluated models; none for a retrieval, and for a diagnosis beside a comparison.
+        compared: The evaluated models; none for a retrieval, and for a diagnosis if there is a comparison.
         diagnosed: The diagnosis of this checkpoint.
         retrieved: The models of a retrieval.
     """
@@ -213,7 +212,7 @@ def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]
 
 
 def _place_of(checkpoint: Checkpoint, result: Result, file: str | os.PathLike[str]) -> int:
-    """The index of the checkpoint among the models of a result; a `ValueError` if it is of others."""
+    """The index of the checkpoint among the models of a result; a `ValueError` for results of other models."""
     models: Any = result.models
     results = models if isinstance(result, RetrievalComparison) else [model.evaluation for model in models]
     own = checkpoint.find_weights({evaluated.weights for evaluated in results})

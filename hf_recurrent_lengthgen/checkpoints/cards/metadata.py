@@ -66,7 +66,7 @@ def _of_evaluation(evaluation: EvaluationResult) -> list[EvalResult]:
     measured = {
         f"{perplexity} inside the training length of {length:,}": _perplexity(evaluation.in_window.loss.mean),
         f"{perplexity} {place}": None if beyond is None else _perplexity(beyond),
-        f"Harm of the context beyond {length:,} {unit}s {place} (nats per {unit})": evaluation.harm.last.mean,
+        f"Excess loss from context beyond {length:,} {unit}s {place} (nats per {unit})": evaluation.harm.last.mean,
     }
     return [
         EvalResult(

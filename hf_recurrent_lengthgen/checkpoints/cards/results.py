@@ -37,49 +37,48 @@ def verdict(models: Sequence[ComparedModel], retrievals: Sequence[RetrievalResul
     length, unit = own.training_length, own.data.token_unit
     start, stop = own.harm.last_range
     shown = partial(interval_text, sign=True, bounds=" [{}, {}]")
-    harm = (
+    text = (
         f"**{_headline(models, vocab_size)}** At positions {start:,} to {stop:,}, its loss with the whole text is "
         f"{shown(own.harm.last)} nats per {unit} compared with only the last {length:,} {unit}s"
     )
-    for model in _others(models):
-        harm += f"; for {COMPARED[model.role]}, it is {shown(model.evaluation.harm.last)}"
-    lost = [f" Retrieval falls short: {clause}." for result in retrievals for clause in not_found(result)[:1]]
-    return f"{harm}.{''.join(lost[:1])}"
+    for model in _references(models):
+        text += f"; for {COMPARED[model.role]}, it is {shown(model.evaluation.harm.last)}"
+    failures = [f" Retrieval falls short: {clause}." for result in retrievals for clause in not_found(result)[:1]]
+    return f"{text}.{''.join(failures[:1])}"
 
 
-def _others(models: Sequence[ComparedModel]) -> list[ComparedModel]:
+def _references(models: Sequence[ComparedModel]) -> list[ComparedModel]:
     """The base and control that the first model is compared with: other weights, and its window of attention if some
     of them have it."""
-    own, *others = models
-    named = [
+    own, window = models[0], models[0].evaluation.attention_window
+    references = [
         model
-        for model in others
+        for model in models[1:]
         if model.role in COMPARED and (model.role, model.evaluation.weights) != (own.role, own.evaluation.weights)
     ]
-    window = own.evaluation.attention_window
-    return [model for model in named if model.evaluation.attention_window == window] or named
+    return [model for model in references if model.evaluation.attention_window == window] or references
 
 
 def _headline(models: Sequence[ComparedModel], vocab_size: int | None) -> str:
     own = models[0].evaluation
     beyond, end = f"beyond its training length of {own.training_length:,} {own.data.token_unit}s", own.evaluated_length
-    if status(own) == "breaks":
+    if status(own) == "fails":
         return f"It fails {beyond}."
-    if status(own) == "unclear":
-        return f"It is unclear whether it holds {beyond}."
+    if status(own) == "inconclusive":
+        return f"Whether it generalizes {beyond} is inconclusive."
     if failures := known_failures(own, vocab_size):
-        return f"It is not shown to work {beyond}: {failures[0]}."
-    if any(model.role == "base" and status(model.evaluation) == "holds" for model in _others(models)):
+        return f"It is not shown to generalize {beyond}: {failures[0]}."
+    if any(model.role == "base" and status(model.evaluation) == "generalizes" for model in _references(models)):
         return (
-            f"It holds {beyond}, up to the {end:,} {own.data.token_unit}s that were tested, but so does the base "
-            "model: there was nothing to restore."
+            f"It generalizes {beyond}, up to the {end:,} {own.data.token_unit}s that were tested, but so does the "
+            "base model: there was nothing to restore."
         )
-    return f"It works {beyond}: no harm by earlier text is shown at any position up to the {end:,} that were tested."
+    return f"It generalizes {beyond}: no excess loss is shown at any position up to the {end:,} that were tested."
 
 
 def generalizes(result: EvaluationResult, vocab_size: int | None) -> bool:
-    """Whether it is shown to use its context, without harm by text beyond the training length."""
-    return status(result) == "holds" and not known_failures(result, vocab_size)
+    """Whether it is shown to use its context, without excess loss from text beyond the training length."""
+    return status(result) == "generalizes" and not known_failures(result, vocab_size)
 
 
 def known_failures(result: EvaluationResult, vocab_size: int | None) -> list[str]:
@@ -87,7 +86,7 @@ def known_failures(result: EvaluationResult, vocab_size: int | None) -> list[str
     failures, start = [], result.harm.harmful_from
     if vocab_size and result.in_window.loss.mean >= (guess := math.log(vocab_size)):
         failures.append(f"its loss is not below {guess:.3f}, the loss of a uniform guess among all tokens")
-    if status(result) == "breaks":
+    if status(result) == "fails":
         last = f"only the last {result.training_length:,} {result.data.token_unit}s"
         place = f", from position {start:,} on" if start else ""
         failures.append(f"on longer texts it predicts worse than with {last}{place}")
@@ -125,9 +124,11 @@ def comparison_table(models: Sequence[ComparedModel]) -> str:
         f"Loss at {start:,} to {stop:,}": lambda result: (
             _NONE if (mean := mean_over(result, start, stop)) is None else number_text(mean, ".3f")
         ),
-        f"Harm of the context beyond it, at {start:,} to {stop:,}": lambda result: _cell(result.harm.last, sign=True),
-        f"Harm above {own.harm.threshold:g} from": lambda result: result.harm.onset,
-        f"Gain from context inside it, position {early:,} to {late:,}": lambda result: _cell(
+        f"Excess loss from context beyond it, at {start:,} to {stop:,}": lambda result: _cell(
+            result.harm.last, sign=True
+        ),
+        f"Excess loss above {own.harm.threshold:g} from": lambda result: result.harm.onset,
+        f"Context use: loss at position {early:,} minus at {late:,}": lambda result: _cell(
             result.in_window.context_use, sign=True
         ),
         f"Perplexity more than {rise:.0%} above its best from (Definition 3.2)": lambda result: tokens(

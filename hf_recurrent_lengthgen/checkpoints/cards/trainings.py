@@ -45,9 +45,9 @@ def _facts(run: TrainingRun) -> dict[str, str]:
         "Tokens": f"{run.tokens:,}",
         "Time": f"{run.seconds:,.0f} s on {hardware.number} x {hardware.device}{threads}",
         "Mean loss, nats per token": number_text(run.loss, ".3f"),
-        "Batch": f"{run.rows_per_step:,} rows of {length} tokens",
+        "Batch": f"{run.rows_per_step:,} sequences of {length} tokens",
         "Adapter": lora,
-        "Weights kept": "" if run.best_step is None else f"step {run.best_step:,}, best in {run.best_metric}",
+        "Saved weights": "" if run.best_step is None else f"step {run.best_step:,}, best in {run.best_metric}",
         "Initial weights": ", ".join(start),
     }
 

@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     blank_model,
     expected_shapes,
     tied_names,
-    with_settings,
+    with_overrides,
 )
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import Rename, expand, to_ours
 from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, new_folder
@@ -52,7 +52,7 @@ def convert_checkpoint(
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     training_length: int | None = None,
     max_shard_size: str | int = "5GB",
-    told: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     command: str = "",
 ) -> Path:
     """Write a checkpoint of this package from one of another layout, completely or not at all.
@@ -66,14 +66,14 @@ def convert_checkpoint(
         tokenizer: A tokenizer, or the folder or Hub name to copy it from; None for that of the source, if any.
         training_length: Tokens per training sequence; None for that of the source, if known.
         max_shard_size: As in Transformers' `save_pretrained`.
-        told: Settings of our config that the source does not say, or says wrongly, such as `head_size_divisor` of a
-            .pth file of RWKV-5.
+        overrides: Settings of our config that the source lacks or has wrong, such as `head_size_divisor` of a .pth
+            file of RWKV-5.
         command: Shell command, for the lineage file.
 
     Raises:
         ValueError: for a source that does not exist, is damaged, or has an unknown layout or architecture; weights
-            that do not fit their config (all are listed); a tokenizer of another model; told settings that the family
-            lacks.
+            that do not fit their config (all are listed); a tokenizer of another model; overrides of settings that the
+            family lacks.
     """
     check_new(output := Path(output))
     place = locate(source, revision)
@@ -85,7 +85,7 @@ def convert_checkpoint(
     config = layout.config_of(settings, files.metas)
     if layout.keeps_config:
         setattr(config, SOURCE_CONFIG, {"format": layout.name, "config": settings})
-    config = with_settings(config, told or {})
+    config = with_overrides(config, overrides or {})
     known_length = TRAINING_LENGTHS.get(place.name if place.on_hub else "")
     config.training_length = training_length or known_length or config.training_length
     wanted = FLOATS[dtype] if isinstance(dtype, str) else dtype
@@ -105,8 +105,8 @@ def convert_checkpoint(
         write_code(folder, config)
         _add_tokenizer(folder, place, tokenizer, config)
         write_config(folder, config)
-        if (kept := place.folder / "generation_config.json").is_file():
-            GenerationConfig.from_dict(read_json_object(kept)).save_pretrained(folder)
+        if (generation := place.folder / "generation_config.json").is_file():
+            GenerationConfig.from_dict(read_json_object(generation)).save_pretrained(folder)
         write_lineage(folder, lineage)
     return output
 
@@ -130,7 +130,7 @@ def write_code(folder: Path, config: Any) -> None:
 
 
 def add_code(folder: Path) -> None:
-    """Write the code of a checkpoint of this package that is kept without it, such as those of `model_cards/`."""
+    """Write the code of a checkpoint of this package that lacks it, such as those of `model_cards/`."""
     settings, _ = PreTrainedConfig.get_config_dict(folder)
     config_class = family_config(str(settings.get("model_type")))
     if config_class is not None and settings.get("auto_map") and not any(folder.glob("*.py")):
@@ -183,15 +183,15 @@ def _in_dtype(entries: list[Entry], config: Any, wanted: torch.dtype | None) -> 
     return entries
 
 
-def _add_tokenizer(folder: Path, source: Source, given: str | PreTrainedTokenizerBase | None, config: Any) -> None:
+def _add_tokenizer(folder: Path, source: Source, chosen: str | PreTrainedTokenizerBase | None, config: Any) -> None:
     """Copy the tokenizer, and set the ids of special tokens that the config lacks."""
-    if isinstance(given, PreTrainedTokenizerBase):
-        given.save_pretrained(folder)
-    elif given is None:
+    if isinstance(chosen, PreTrainedTokenizerBase):
+        chosen.save_pretrained(folder)
+    elif chosen is None:
         if not copy_tokenizer(source.folder, folder):
             return
-    elif not copy_tokenizer(locate(given, weights=False).folder, folder):
-        raise ValueError(f"{given} holds no tokenizer files: give another folder or name on the Hub.")
+    elif not copy_tokenizer(locate(chosen, weights=False).folder, folder):
+        raise ValueError(f"{chosen} holds no tokenizer files: give another folder or name on the Hub.")
     tokenizer = checked_tokenizer(folder, config.vocab_size)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if tokenizer is not None and getattr(config, name, None) is None:

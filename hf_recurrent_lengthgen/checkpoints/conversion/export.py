@@ -73,6 +73,6 @@ def our_config(settings: Settings | None, where: str) -> Any:
         there = "in the layout of Transformers already, which ignores attention_window: there is nothing to export"
         to_convert = "no checkpoint of this package: convert it with `lengthgen convert` first"
         raise ValueError(f"{where} has {has}, so it is {there if stock else to_convert}.")
-    kept = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
+    fields = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
     with config_errors(f"The config.json of {where}"):
-        return FAMILIES[model_type].config_class.from_dict(kept)
+        return FAMILIES[model_type].config_class.from_dict(fields)

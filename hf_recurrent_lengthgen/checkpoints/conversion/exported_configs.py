@@ -10,7 +10,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     Settings,
     plain,
     user_overrides,
-    with_settings,
+    with_overrides,
 )
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
@@ -68,20 +68,20 @@ def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> S
     """
     assert format.from_config is not None  # `check_exportable`
     settings = format.from_config(uniform(config))
-    kept = getattr(config, SOURCE_CONFIG, None) or {}
-    same = kept.get("format") == format.name
+    source = getattr(config, SOURCE_CONFIG, None) or {}
+    same = source.get("format") == format.name
     if settings is not None and same:
-        before = format.from_config(format.config_of(kept["config"], metas)) or {}
+        before = format.from_config(format.config_of(source["config"], metas)) or {}
         changed = {name: value for name, value in settings.items() if name not in before or before[name] != value}
-        settings = {**kept["config"], **changed}
+        settings = {**source["config"], **changed}
     if settings is not None and "model_type" in settings:
-        named = settings.get("dtype") or settings.get("torch_dtype") or not same  # if it had none, it keeps none
-        if named and config.dtype is not None:
+        had_dtype = settings.get("dtype") or settings.get("torch_dtype") or not same  # without one, none is added
+        if had_dtype and config.dtype is not None:
             name = "torch_dtype" if "torch_dtype" in settings else "dtype"
             settings[name] = str(config.dtype).removeprefix("torch.")
     again = format.config_of(settings, metas)
     if settings is None and same:
-        again = with_settings(again, user_overrides(config))  # as little said there as in the source
+        again = with_overrides(again, user_overrides(config))  # which the format cannot hold, as in the source
     _check_same(format, uniform(config), again)
     return settings
 
@@ -100,7 +100,7 @@ def check_exportable(format: Format, config: Any) -> None:
         "forgetting": Forgetting.of(config) != Forgetting() and config.forgetting,
         "learned_states": recorded(config)["names"],
         "attention_layers": getattr(config, "attention_layers", None),
-        # gates of KDA keep the rank of the heads before they were merged
+        # the rank of KDA's gates is that of the heads before they were merged
         **{each: of for each, of in sizes.items() if of and (len({*of}) > 1 or config.model_type == "stateful_kda")},
         "tie_word_embeddings": config.tie_word_embeddings and holds_head,
     }

@@ -107,20 +107,19 @@ def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
     kind = (settings or {}).get("model_type", "")
-    given = _renamed(settings or {}, kind)
+    theirs = _renamed(settings or {}, kind)
     needed: dict[str, tuple[Any, ...]] = {name: (neutral,) for name, neutral in KINDS[kind].neutral.items()}
-    if given.get("use_short_conv"):
+    if theirs.get("use_short_conv"):
         needed["share_conv_kernel"] = (False, None)  # one convolution for q, k and v
     if KINDS[kind].defaults:
-        needed["intermediate_size"] = (None, given.get("expand", 2) * given.get("hidden_size", 2048))
-    check_settings(given, _known(kind), WHERE, needed)
-    given.pop("share_conv_kernel", None)
+        needed["intermediate_size"] = (None, theirs.get("expand", 2) * theirs.get("hidden_size", 2048))
+    check_settings(theirs, _known(kind), WHERE, needed)
+    theirs.pop("share_conv_kernel", None)
     config_class = STATEFUL_CLASSES[kind].config_class
-    return config_class.from_dict(_our_fields(given, kind) | {"model_type": config_class.model_type})
+    return config_class.from_dict(_our_fields(theirs, kind) | {"model_type": config_class.model_type})
 
 
 def _known(kind: str) -> set[str]:
-    """Names of known settings."""
     special = KINDS[kind]
     names = _field_names(kind) | special.implementation.keys() | special.aliases.keys() | special.neutral.keys()
     of_mamba, of_others = {"intermediate_size", "num_heads", "time_step_rank"}, {"rms_norm_eps", "share_conv_kernel"}
@@ -136,14 +135,14 @@ def _field_names(kind: str) -> set[str]:
     return {special.aliases.get(name, name) for name in ours} | special.defaults.keys()
 
 
-def _renamed(given: Settings, kind: str) -> Settings:
+def _renamed(settings: Settings, kind: str) -> Settings:
     """The settings under the names of fla 0.6."""
     aliases = {"rms_norm_eps": "norm_eps", **KINDS[kind].aliases}
-    return {aliases.get(name, name): value for name, value in given.items()}
+    return {aliases.get(name, name): value for name, value in settings.items()}
 
 
-def _our_fields(given: Settings, kind: str) -> Settings:
-    fields = {name: value for name, value in given.items() if name not in ("architectures", "auto_map")}
+def _our_fields(settings: Settings, kind: str) -> Settings:
+    fields = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
     special = KINDS[kind]
     if not special.defaults:
         return fields
@@ -179,16 +178,16 @@ OLDER: dict[str, tuple[tuple[str, ...], Transform]] = {
     "mlp.gate_proj.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), GATE_AND_UP),
     "attn.x_x": (tuple(f"attn.x_{part}" for part in "rwkvag"), SHIFTS),
 }
-"""Tensors of a layer that stood for several."""
+"""Tensors of a layer that are several in newer versions."""
 
 
 def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
     """The map for checkpoints with several tensors in one."""
     for theirs, (ours, transform) in OLDER.items():
         if f"model.layers.0.{theirs}" in metas and f"model.layers.0.{ours[-1]}" not in metas:
-            others = [rename for rename in same_names(config) if not rename.our_names[0].endswith(ours)]
+            unchanged = [rename for rename in same_names(config) if not rename.our_names[0].endswith(ours)]
             parts = tuple(f"model.layers.{{layer}}.{part}" for part in ours)
-            return [*others, Rename(f"model.layers.{{layer}}.{theirs}", parts, transform)]
+            return [*unchanged, Rename(f"model.layers.{{layer}}.{theirs}", parts, transform)]
     return None
 
 

@@ -2,8 +2,8 @@
 
 Their config has the size of the vocabulary before it is padded to a multiple of `pad_vocab_size_multiple`; ours has
 the number of rows of the weights. Our config.json keeps theirs under "source_config", with the settings that matter
-for initialization and the choice of kernels only. `MambaLMHeadModel` knows Mamba-3 since June 2026, a week after the
-activation of its decays became "heavy_tail".
+for initialization and the choice of kernels only. `MambaLMHeadModel` supports Mamba-3 since June 2026, a week after
+the activation of its decays became "heavy_tail".
 """
 
 from collections.abc import Mapping

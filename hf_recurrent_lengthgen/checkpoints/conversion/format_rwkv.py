@@ -138,7 +138,7 @@ def _rwkv6_sizes(metas: Mapping[str, Meta], attention: str, expand: float, heads
 
 
 def rwkv7_sizes(metas: Mapping[str, Meta], head_size: int) -> Settings:
-    """What the shapes of the tensors of a .pth file of RWKV-7 tell beside the widths."""
+    """The sizes that follow from the shapes in a .pth file of RWKV-7, in addition to the widths."""
     ranks = {"decay": "0.att.w1", "a": "0.att.a1", "gate": "0.att.g1", "v": "1.att.v1"}
     return {
         **{
@@ -164,13 +164,13 @@ def _repository_config(settings: Settings | None, metas: Mapping[str, Meta]) -> 
     six = (settings or {}).get("model_type") == "rwkv6"
     # the code of RWKV-6 has an epsilon for some norms only: it must be that of the last norm
     needed = {"layer_norm_epsilon": (NORM_EPSILON,)} if six else {}
-    given = check_settings(settings, GENERIC_SETTINGS | REPOSITORY_DEFAULTS.keys() | IGNORED, where, needed)
-    kept = {name: value for name, value in given.items() if name not in (*IGNORED, "architectures", "auto_map")}
-    fields = REPOSITORY_DEFAULTS | kept
+    theirs = check_settings(settings, GENERIC_SETTINGS | REPOSITORY_DEFAULTS.keys() | IGNORED, where, needed)
+    unused = (*IGNORED, "architectures", "auto_map")
+    fields = REPOSITORY_DEFAULTS | {name: value for name, value in theirs.items() if name not in unused}
     ffn = "rwkv.blocks.0.feed_forward.key.weight"
     if fields["intermediate_size"] is None and ffn in metas:
         fields["intermediate_size"] = _shape(metas, ffn)[0]
-    fields["training_length"] = given.get("context_length")
+    fields["training_length"] = theirs.get("context_length")
     five: Any = StatefulRWKV5Config.from_dict(fields | {"model_type": "rwkv5"})  # which checks what both have
     if not six:
         return five
@@ -197,7 +197,7 @@ def _repository_settings(config: Any) -> Settings:
         fixed["gate_low_rank_dim"] = config.gate_low_rank_dim, 128 if large else 64
         eps = config.norm_eps if config.group_norm_eps is None else config.group_norm_eps
         divisor = max(1, round(math.sqrt(eps / 1e-5)))
-    if wrong := [f"{name} {given} (there {needed})" for name, (given, needed) in fixed.items() if given != needed]:
+    if wrong := [f"{name} {ours} (there {theirs})" for name, (ours, theirs) in fixed.items() if ours != theirs]:
         raise ValueError(
             f"The code of {REPOSITORY_TITLE} fixes sizes by hidden_size, and this model has {', '.join(wrong)}: "
             "export it to another format."

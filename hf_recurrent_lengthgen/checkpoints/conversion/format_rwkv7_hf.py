@@ -65,7 +65,6 @@ LAYOUTS = (Names("rwkv7.", "emb", False), Names("model.", "embeddings", True))
 
 
 def _names(metas: Mapping[str, Meta]) -> Names | None:
-    """How the tensors of a checkpoint are named; None if it has another layout."""
     return next((names for names in LAYOUTS if f"{names.prefix}blocks.0.att.r_k" in metas), None)
 
 
@@ -75,7 +74,7 @@ def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
     where = "This RWKV-7 of the authors' layout for Transformers"
-    given, names = check_settings(settings, GENERIC_SETTINGS | KNOWN, where, NEEDED), _names(metas)
+    theirs, names = check_settings(settings, GENERIC_SETTINGS | KNOWN, where, NEEDED), _names(metas)
     assert names is not None
     raw = {}
     for name, meta in metas.items():
@@ -85,20 +84,20 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
         raw["emb.weight" if plain == f"{names.embeddings}.weight" else plain] = meta
     vocab_size, hidden_size = raw["emb.weight"].shape
     head_size = raw["blocks.0.att.r_k"].shape[1]
-    norm_eps: float = given.get("norm_eps") or given.get("layer_norm_epsilon") or 1e-5
-    head_eps = given.get("group_norm_epsilon", 64e-5 if "head_size" in given else None)
+    norm_eps: float = theirs.get("norm_eps") or theirs.get("layer_norm_epsilon") or 1e-5
+    head_eps = theirs.get("group_norm_epsilon", 64e-5 if "head_size" in theirs else None)
     fields = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
-        "num_hidden_layers": given["num_hidden_layers"],
+        "num_hidden_layers": theirs["num_hidden_layers"],
         "intermediate_size": raw["blocks.0.ffn.key.weight"].shape[0],
         **rwkv7_sizes(raw, head_size),
         "norm_eps": norm_eps,
-        "norm_bias": given.get("norm_bias", True),
+        "norm_bias": theirs.get("norm_bias", True),
         "group_norm_eps": None if head_eps in (None, head_size * norm_eps) else head_eps,
     }
-    kept = {name: given[name] for name in given if name in GENERIC_SETTINGS - {"architectures", "auto_map"}}
-    return StatefulRWKV7Config.from_dict(kept | fields | {"model_type": "stateful_rwkv7"})
+    generic = {name: theirs[name] for name in theirs if name in GENERIC_SETTINGS - {"architectures", "auto_map"}}
+    return StatefulRWKV7Config.from_dict(generic | fields | {"model_type": "stateful_rwkv7"})
 
 
 def _renames(config: Any, metas: Mapping[str, Meta]) -> list[Rename]:

@@ -72,7 +72,7 @@ class Format:
         weights_file: Name of the weights in an exported folder, for `container` "torch".
         tokenizer: The tokenizer of its official checkpoints, if these have none; else empty.
         tokenizer_ids: The `vocab_size` of models with that tokenizer; None for any.
-        assumed: What its files do not say, with the values that are assumed for our config; `--set` gives others.
+        assumed: Settings of our config that its files lack, with their assumed values; `--set` overrides them.
         older: For layouts that libraries wrote in several ways: the map for these tensors, from their names; None if
             `renames` fits.
         from_shapes: Fields of our config that follow from the shapes of the weights.
@@ -106,7 +106,6 @@ class Format:
         return tuple(name for name, model in FAMILIES.items() if self.name in model.config_class.layouts)
 
     def config_of(self, settings: Settings | None, metas: Mapping[str, Meta]) -> Any:
-        """Our config from theirs; a `ValueError` for what we cannot represent."""
         with config_errors():
             return self.to_config(settings, metas)
 
@@ -116,32 +115,31 @@ class Format:
         return self.renames(config) if older is None else older
 
 
-def with_settings(config: Any, told: Mapping[str, Any]) -> Any:
-    """Our config with other values, which its `SOURCE_CONFIG` keeps, because the source does not say them.
+def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
+    """Our config with other values, which its `SOURCE_CONFIG` records, because the source does not have them.
 
     Raises:
         ValueError: for names that the config lacks, and values that no model can have.
     """
-    if not told:
+    if not overrides:
         return config
     fields = config.to_dict()
     possible = fields.keys() - {*OUR_FIELDS, "architectures", "model_type", "transformers_version", "dtype"}
-    if unknown := sorted(set(told) - possible):
+    if unknown := sorted(set(overrides) - possible):
         raise ValueError(
             f"{', '.join(unknown)} is no setting of {config.display_name} that can be given: choose from "
             f"{', '.join(sorted(possible))}."
         )
-    with config_errors(f"What was set ({', '.join(f'{name}={value!r}' for name, value in told.items())})"):
-        changed = type(config).from_dict(fields | dict(told))
-        kept = getattr(config, SOURCE_CONFIG, None) or {}
-        setattr(changed, SOURCE_CONFIG, kept | {"set": dict(told)})
+    with config_errors(f"What was set ({', '.join(f'{name}={value!r}' for name, value in overrides.items())})"):
+        changed = type(config).from_dict(fields | dict(overrides))
+        source = getattr(config, SOURCE_CONFIG, None) or {}
+        setattr(changed, SOURCE_CONFIG, source | {"set": dict(overrides)})
     return changed
 
 
 def user_overrides(config: Any) -> Settings:
-    """What `with_settings` was given for a converted checkpoint."""
-    kept = getattr(config, SOURCE_CONFIG, None) or {}
-    return dict(kept.get("set") or {})
+    """The `overrides` of a conversion, as `with_overrides` recorded them."""
+    return dict((getattr(config, SOURCE_CONFIG, None) or {}).get("set") or {})
 
 
 def blank_model(config: PreTrainedConfig) -> Any:
@@ -168,9 +166,9 @@ def tied_names(config: Any) -> tuple[str, str] | None:
     return next(iter(tied.items())) if config.tie_word_embeddings and tied else None
 
 
-def same_names(config: PreTrainedConfig, others: Mapping[str, str] | None = None) -> list[Rename]:
-    """A map of all our tensors to equal names; `others` are exceptions, from our names to theirs."""
-    return [Rename((others or {}).get(name, name), name) for name in expected_shapes(config)]
+def same_names(config: PreTrainedConfig, exceptions: Mapping[str, str] | None = None) -> list[Rename]:
+    """A map of all our tensors to equal names, except for `exceptions`, from our names to theirs."""
+    return [Rename((exceptions or {}).get(name, name), name) for name in expected_shapes(config)]
 
 
 def check_settings(

@@ -1,7 +1,7 @@
 """Maps between the tensors of another layout and ours: data, and pure functions of tensors.
 
 A map is a sequence of `Rename`; "{layer}" in a name stands for each layer. `to_ours` and `to_theirs` take
-`TensorFiles`, check all names and shapes before any tensor is read, and return the entries that are then written.
+`TensorFiles`, check all names and shapes before any tensor is read, and return the entries to write.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +49,6 @@ class Rename:
 
     @property
     def inverse(self) -> "Rename":
-        """The reverse entry."""
         return Rename(self.ours, self.theirs, Transform(*reversed(self.transform)))
 
     def of_layer(self, layer: int) -> "Rename":
@@ -70,32 +69,17 @@ def expand(renames: Iterable[Rename], layers: int) -> list[Rename]:
     return parts[0] + [rename.of_layer(layer) for layer in range(layers) for rename in parts[1]] + parts[2]
 
 
-def to_ours(
-    renames: Sequence[Rename],
-    theirs: Any,
-    expected: Mapping[str, tuple[int, ...]],
-    where: str,
-    ignored: Iterable[str] = (),
-) -> list[Entry]:
-    """Entries of all our tensors, made from theirs; tensors of the names `ignored` may exist and are not used.
-
-    `expected` has the shapes of all our tensors. Raises a `ValueError` that lists all tensors that are missing or
-    unexpected, or have another shape or mixed dtypes.
-    """
-    return _mapped(renames, theirs, expected, where, ignored=ignored)
-
-
 def to_theirs(
     renames: Sequence[Rename], ours: Any, expected: Mapping[str, tuple[int, ...]], where: str
 ) -> list[Entry]:
     """Entries of all their tensors, made from ours; as `to_ours`, and `expected` has the shapes of ours, too."""
-    given = {name: meta.shape for name, meta in ours.metas.items()}
+    stored = {name: meta.shape for name, meta in ours.metas.items()}
     wrong = [
-        f"{name} has the shape {list(given[name])} instead of {list(shape)}"
+        f"{name} has the shape {list(stored[name])} instead of {list(shape)}"
         for name, shape in expected.items()
-        if name in given and given[name] != shape
+        if name in stored and stored[name] != shape
     ]
-    return _mapped([rename.inverse for rename in renames], ours, None, where, wrong)
+    return to_ours([rename.inverse for rename in renames], ours, None, where, misshapen=wrong)
 
 
 def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -106,25 +90,28 @@ def _tensors(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
-def _mapped(
+def to_ours(
     renames: Sequence[Rename],
-    source: Any,
+    theirs: Any,
     expected: Mapping[str, tuple[int, ...]] | None,
     where: str,
-    wrong: Sequence[str] = (),
     ignored: Iterable[str] = (),
+    misshapen: Sequence[str] = (),
 ) -> list[Entry]:
+    """Entries of all our tensors, made from theirs; tensors of the names `ignored` may exist and are not used.
+
+    `expected` has the shapes of all our tensors. Raises a `ValueError` that lists all tensors that are missing or
+    unexpected, or have another shape or mixed dtypes, with the problems that are `misshapen`.
+    """
     needed = [name for rename in renames for name in rename.their_names]
-    missing = [name for name in needed if name not in source.metas]
-    unexpected = sorted(source.metas.keys() - {*needed, *ignored})
+    missing = [name for name in needed if name not in theirs.metas]
+    unexpected = sorted(theirs.metas.keys() - {*needed, *ignored})
     entries: list[Entry] = []
-    misshapen = list(wrong)
     for rename in renames:
-        if any(name in missing for name in rename.their_names):
-            continue
-        made, problems = _made(rename, source, expected)
-        entries += made
-        misshapen += problems
+        if not any(name in missing for name in rename.their_names):
+            made, problems = _made(rename, theirs, expected)
+            entries += made
+            misshapen = [*misshapen, *problems]
     unmade = set(expected or ()) - {name for rename in renames for name in rename.our_names}
     assert not unmade, f"the map makes no {sorted(unmade)}"
     all_problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
@@ -138,26 +125,26 @@ def _made(
     rename: Rename, source: Any, expected: Mapping[str, tuple[int, ...]] | None
 ) -> tuple[list[Entry], list[str]]:
     """The entries that a rename makes, and the errors in their shapes."""
-    given, made = rename.their_names, rename.our_names
-    metas = [source.metas[name] for name in given]
+    theirs, made = rename.their_names, rename.our_names
+    metas = [source.metas[name] for name in theirs]
     blank = [torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in metas]
     if len({meta.dtype for meta in metas}) > 1:
-        return [], [f"{', '.join(given)} have several dtypes"]
+        return [], [f"{', '.join(theirs)} have several dtypes"]
     try:
         results = _tensors(rename.transform.to_ours(*blank))
     except (RuntimeError, IndexError, ValueError) as error:
         shapes = ", ".join(str(list(meta.shape)) for meta in metas)
-        return [], [f"{', '.join(given)} of {shapes} ({str(error).partition(chr(10))[0]})"]
+        return [], [f"{', '.join(theirs)} of {shapes} ({str(error).partition(chr(10))[0]})"]
     assert len(results) == len(made), rename
     problems = []
     for name, result in zip(made, results, strict=True):
         if expected is not None and tuple(result.shape) != expected.get(name):
-            got = f" as {name}" if (*given,) != (name,) else ""
+            got = f" as {name}" if theirs != (name,) else ""
             want = f"{list(expected[name])}" if name in expected else "nothing of that name"
-            problems.append(f"{', '.join(given)}{got} has the shape {list(result.shape)} instead of {want}")
+            problems.append(f"{', '.join(theirs)}{got} has the shape {list(result.shape)} instead of {want}")
 
     def read(position: int) -> Tensor:
-        return _tensors(rename.transform.to_ours(*[source.tensor(name) for name in given]))[position]
+        return _tensors(rename.transform.to_ours(*[source.tensor(name) for name in theirs]))[position]
 
     entries = [
         Entry(name, tuple(result.shape), result.dtype, partial(read, position))

@@ -24,19 +24,19 @@ def check_new(folder: Path) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `folder`, new or empty, when the block ends without an error.
 
-    An existing empty folder is kept, and a link stands for the folder that it leads to. After an error in the block
+    An existing empty folder stays, and a link stands for the folder that it leads to. After an error in the block
     nothing written is left.
     """
     folder = folder.resolve()
-    there = folder.is_dir()
+    exists = folder.is_dir()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    parent = folder if there else folder.parent
+    parent = folder if exists else folder.parent
     hidden = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=parent))
     temporary = hidden / "new"  # with the permissions of the user's umask
     temporary.mkdir()
     try:
         yield temporary
-        if there:  # it may be a mount point or the working directory
+        if exists:  # it may be a mount point or the working directory
             for path in temporary.iterdir():
                 os.replace(path, folder / path.name)
         else:

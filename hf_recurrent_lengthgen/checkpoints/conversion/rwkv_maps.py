@@ -22,7 +22,7 @@ TO_OURS, TO_THEIRS = [3, 0, 1, 2, 4], [1, 2, 3, 0, 4]
 
 
 def _flat(vector: Tensor) -> Tensor:
-    """(1, 1, n), or (n,) as some files have it, to (n,)."""
+    """(1, 1, n) or (n,) to (n,)."""
     return vector.reshape(-1)
 
 
@@ -92,7 +92,7 @@ RWKV7_LAYER: tuple[tuple[str, str, Transform], ...] = (
     ("ffn.value.weight", "ffn.value.weight", SAME),
 )
 """Without the low-rank map v of the layers after the first."""
-RWKV6_OTHERS = {
+RWKV6_TOP = {
     "emb.weight": "model.embeddings.weight",
     "blocks.0.ln0.weight": "model.layers.0.pre_norm.weight",
     "blocks.0.ln0.bias": "model.layers.0.pre_norm.bias",
@@ -133,8 +133,8 @@ def rwkv6_map(parts: Sequence[tuple[str | tuple[str, ...], str, Transform]] = RW
         )
         for theirs, ours, transform in parts
     ]
-    others = [Rename(theirs, ours) for theirs, ours in RWKV6_OTHERS.items()]
-    return others[:3] + layer + others[3:]
+    top = [Rename(theirs, ours) for theirs, ours in RWKV6_TOP.items()]
+    return top[:3] + layer + top[3:]
 
 
 def rwkv7_map(config: Any) -> list[Rename]:
@@ -150,13 +150,12 @@ def rwkv7_map(config: Any) -> list[Rename]:
 
 def rwkv5_map() -> list[Rename]:
     """From .pth files to our RWKV-5."""
-    names = list(RWKV6_OTHERS)
+    names = list(RWKV6_TOP)
     names[3:3] = [LAYER + name for name in RWKV5_LAYER]
     return [Rename(name, in_repository(name), WIDE_VECTOR if "time_mix" in name else SAME) for name in names]
 
 
 def pth_renames(config: Any) -> list[Rename]:
-    """The map of .pth files."""
     if config.model_type == RWKV7:
         return rwkv7_map(config)
     return rwkv5_map() if config.model_type == RWKV5 else rwkv6_map()

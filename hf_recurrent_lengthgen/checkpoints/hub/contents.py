@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from hf_recurrent_lengthgen.checkpoints.adapters import holds_adapter, to_merge
+from hf_recurrent_lengthgen.checkpoints.adapters import holds_adapter, merge_advice
 from hf_recurrent_lengthgen.checkpoints.private_text import private_in
 from hf_recurrent_lengthgen.checkpoints.records import CHECKPOINT_FILES, TOKENIZER_FILES, TRAINER_STATES
 
@@ -40,8 +40,8 @@ def choose_files(folder: Path) -> tuple[list[str], list[str]]:
     paths = {path for pattern in PUSHED for path in folder.glob(pattern) if path.is_file()}
     pushed = sorted(path.relative_to(folder).as_posix() for path in paths if not path.match(TRAINER_STATES))
     used = {name.partition("/")[0] for name in pushed}
-    others = sorted(path for path in folder.iterdir() if path.name not in used)
-    return pushed, [f"{path.name}/" if path.is_dir() else path.name for path in others]
+    left_out = sorted(path for path in folder.iterdir() if path.name not in used)
+    return pushed, [f"{path.name}/" if path.is_dir() else path.name for path in left_out]
 
 
 def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) -> list[str]:
@@ -51,7 +51,7 @@ def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) ->
         secrets, paths = private_in(folder / name, token, (Path.home(), Path.cwd(), folder.resolve()))
         problems += [f"{name}, {private}" for private in secrets + paths]
     if holds_adapter(folder):
-        problems.append(f"{to_merge(folder)}, verify FOLDER and push it")
+        problems.append(f"{merge_advice(folder)}, verify FOLDER and push it")
     elif not any(name.endswith(".safetensors") and "/" not in name for name in pushed):
         problems.append("it holds no weights as safetensors: lengthgen convert writes them")
     return problems

@@ -31,7 +31,7 @@ class PushPlan:
 
 
 def plan_push(folder: str | os.PathLike[str], token: str | None = None) -> PushPlan:
-    """What a push of this folder would send, leave out and refuse. The Hub is not asked.
+    """What a push of this folder would send, leave out and refuse, without contacting the Hub.
 
     Args:
         folder: A checkpoint.
@@ -79,7 +79,7 @@ def do_push(
         repo_id: owner/name; a name alone belongs to the account of the token.
         private: Whether a new repository is private; an existing one must agree.
         overwrite: Delete the files of a checkpoint in the repository that are not in the folder. Otherwise, those that
-            would be loaded (`contents.LOADED`) are refused, and others are kept.
+            would be loaded (`contents.LOADED`) are refused, and the rest stays.
         token: As in `plan_push`.
 
     Raises:
@@ -105,21 +105,21 @@ def do_push(
 
 
 def _pushed(api: HfApi, plan: PushPlan, repo_id: str, private: bool, overwrite: bool) -> str:
-    name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    info = api.model_info(name)
-    others = [file.rfilename for file in info.siblings or () if file.rfilename not in plan.files]
+    repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    info = api.model_info(repository)
+    remote = [file.rfilename for file in info.siblings or () if file.rfilename not in plan.files]
     problems = []
     if info.private is not private:
         option = f"push with{'out' if info.private else ''} --public, or change it in its settings"
         problems.append(f"is {'private' if info.private else 'public'}: {option}")
-    if not overwrite and (loaded := [other for other in others if matches(other, LOADED)]):
+    if not overwrite and (loaded := [name for name in remote if matches(name, LOADED)]):
         problems.append(
             f"holds files that this push does not have and that would be loaded with it ({', '.join(loaded)}): choose "
             "another name, or give --overwrite to delete them in the same commit"
         )
     if problems:
-        raise ValueError(f"{name} {'; it '.join(problems)}. Nothing was sent.")
-    stale = [other for other in others if overwrite and matches(other, (*LOADED, *PUSHED))]
+        raise ValueError(f"{repository} {'; it '.join(problems)}. Nothing was sent.")
+    stale = [name for name in remote if overwrite and matches(name, (*LOADED, *PUSHED))]
     changes = [CommitOperationAdd(file, plan.folder / file) for file in plan.files], map(CommitOperationDelete, stale)
     options: Any = {"commit_message": "Upload checkpoint", "parent_commit": info.sha}
-    return str(api.create_commit(name, [*changes[0], *changes[1]], **options).commit_url)
+    return str(api.create_commit(repository, [*changes[0], *changes[1]], **options).commit_url)

@@ -33,29 +33,29 @@ def gradient(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad(loss, embedded)[0]
 
 
-def read(model: Any, tokens: torch.Tensor, pieces: list[int]) -> dict[str, torch.Tensor]:
+def read(model: Any, tokens: torch.Tensor, lengths: list[int]) -> dict[str, torch.Tensor]:
     """Logits (B, T, V), the parts of the final state, if the model has one, and a gradient, by name.
 
-    The tokens (B, T) are read in pieces if the model carries states.
+    The tokens (B, T) are read in chunks of these lengths if the model carries states.
     """
     carries = "initial_state" in inspect.signature(model.forward).parameters
-    in_pieces = carries and not getattr(model, "stateless_layers", [])
+    in_chunks = carries and not getattr(model, "stateless_layers", [])
     state, logits = None, []
-    for piece in tokens.split(pieces if in_pieces else tokens.shape[1], dim=1):
-        output = model(input_ids=piece, initial_state=state) if carries else model(input_ids=piece)
+    for chunk in tokens.split(lengths if in_chunks else tokens.shape[1], dim=1):
+        output = model(input_ids=chunk, initial_state=state) if carries else model(input_ids=chunk)
         logits.append(output.logits)
         state = output.final_state if carries else None
     parts = {f"state.{i}.{j}": part for i, layer in enumerate(state or ()) for j, part in enumerate(layer)}
     return {"logits": torch.cat(logits, dim=1), **parts, "gradient": gradient(model, tokens)}
 
 
-def check_tokenizer(tokenizer: Any, rows: int) -> None:
+def check_tokenizer(tokenizer: Any, embeddings: int) -> None:
     """Raise a `ValueError` for a tokenizer that lacks its vocabulary, or has more ids than embeddings."""
     vocabulary = tokenizer.get_vocab()
     if set(vocabulary) <= set(tokenizer.all_special_tokens):
         raise ValueError("the tokenizer has no tokens, so one of its files is missing")
-    if (largest := max(vocabulary.values())) >= rows:
-        raise ValueError(f"the tokenizer has ids up to {largest}, and the model only {rows} embeddings")
+    if (largest := max(vocabulary.values())) >= embeddings:
+        raise ValueError(f"the tokenizer has ids up to {largest}, and the model only {embeddings} embeddings")
 
 
 def main(folder: Path) -> None:
@@ -78,7 +78,7 @@ def main(folder: Path) -> None:
         )
     tokens = load_file(folder / "tokens.safetensors")["tokens"].to(model.device)
     with torch.no_grad():
-        tensors = read(model, tokens, request["pieces"])
+        tensors = read(model, tokens, request["lengths"])
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / "outputs.safetensors")
 
 

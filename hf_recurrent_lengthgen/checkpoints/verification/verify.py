@@ -34,8 +34,8 @@ TOLERANCE = 1e-5
 """The largest allowed `difference`."""
 DEFAULT_LENGTH = 600
 """Two chunks of 256 tokens, the longest chunks of any scan, and a remainder."""
-ROWS = 2
-"""Number of rows of random tokens."""
+TEXTS = 2
+"""Number of texts of random tokens."""
 
 
 def verify_checkpoint(
@@ -50,11 +50,10 @@ def verify_checkpoint(
 
     A checkpoint of this package without any code gets that of the installed package first.
 
-    Memory: the weights once in `dtype`, and three times the logits, ROWS x length x vocabulary.
+    Memory: the weights once in `dtype`, and three times the logits, TEXTS x length x vocabulary.
 
     Args:
-        length: Tokens to read; with an attention_window, which Transformers alone does not know, at most
-            so many.
+        length: Tokens to read; at most those of an attention_window, which Transformers alone ignores.
         trust_remote_code: Whether code in the folder that differs from the installed package may run.
 
     Returns:
@@ -71,11 +70,11 @@ def verify_checkpoint(
     against = "the folder without this package"
     if (window := attention_window(model)) is not None and window < length:
         length, against = window, f"{against}, inside its attention_window"
-    tokens = torch.randint(vocabulary_size(model), (ROWS, length), generator=torch.Generator().manual_seed(0))
-    pieces = [size for size in (1, length // 3, length - 1 - length // 3) if size]
-    ours = _outputs_here(model, tokens, pieces)
+    tokens = torch.randint(vocabulary_size(model), (TEXTS, length), generator=torch.Generator().manual_seed(0))
+    lengths = [size for size in (1, length // 3, length - 1 - length // 3) if size]
+    ours = _outputs_here(model, tokens, lengths)
     del model
-    theirs = _outputs_without_package(folder, tokens, pieces, dtype, device)
+    theirs = _outputs_without_package(folder, tokens, lengths, dtype, device)
     checks = []
     for what, part in (("logits", "logits"), ("final states", "state"), ("gradients", "gradient")):
         mine, other = ({k: v for k, v in one.items() if k.startswith(part)} for one in (ours, theirs))
@@ -91,10 +90,8 @@ def verify_checkpoint(
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference of two tensors, divided by the largest expected value if that is above 1.
-
-    Infinite for tensors of different shapes, and values that are NaN or infinite.
-    """
+    """Largest absolute difference of two tensors, divided by the largest expected value if that is above 1; infinite
+    for tensors of different shapes, and values that are NaN or infinite."""
     if actual.shape != expected.shape or not (actual.isfinite().all() and expected.isfinite().all()):
         return float("inf")
     if actual.numel() == 0:
@@ -119,16 +116,16 @@ def _checked_folder(checkpoint: str | os.PathLike[str], trust_remote_code: bool)
     return folder.resolve()
 
 
-def _outputs_here(model: Any, tokens: Tensor, pieces: list[int]) -> dict[str, Tensor]:
-    """As `clean_process.read`, with the installed classes; in pieces where that process cannot."""
+def _outputs_here(model: Any, tokens: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+    """As `clean_process.read`, with the installed classes; in chunks where that process reads the whole text."""
     family = model.config.model_type in FAMILIES
     if hasattr(model.config, "scan_backend"):
         model.config.scan_backend = "torch"
     reader, cache, logits = reader_of(model), None, []
-    lengths = pieces if reader.carries and not family else [tokens.shape[1]]
+    in_chunks = reader.carries and not family
     with torch.no_grad(), evaluation_mode(model):
-        for piece in tokens.to(reader.device).split(lengths, dim=1):
-            output, cache = reader.read(piece, cache)
+        for chunk in tokens.to(reader.device).split(lengths if in_chunks else tokens.shape[1], dim=1):
+            output, cache = reader.read(chunk, cache)
             logits.append(output.cpu())
         state = reader.state(cache) if family and reader.carries else ()
         parts = {f"state.{i}.{j}": part.cpu() for i, layer in enumerate(state) for j, part in enumerate(layer)}
@@ -137,12 +134,12 @@ def _outputs_here(model: Any, tokens: Tensor, pieces: list[int]) -> dict[str, Te
 
 
 def _outputs_without_package(
-    folder: Path, tokens: Tensor, pieces: list[int], dtype: str, device: str
+    folder: Path, tokens: Tensor, lengths: list[int], dtype: str, device: str
 ) -> dict[str, Tensor]:
-    """What the checkpoint gives in a new process that cannot import this package; its error becomes a `ValueError`."""
+    """The outputs in a new process that cannot import this package; its error becomes a `ValueError`."""
     with tempfile.TemporaryDirectory(prefix="lengthgen-verify-") as name:
         place = Path(name)
-        request: dict[str, Any] = {"checkpoint": str(folder), "dtype": dtype, "device": device, "pieces": pieces}
+        request: dict[str, Any] = {"checkpoint": str(folder), "dtype": dtype, "device": device, "lengths": lengths}
         request["tokenizer"] = bool(tokenizer_files(folder))
         (place / "request.json").write_text(json.dumps(request), encoding="utf-8")
         save_file({"tokens": tokens}, place / "tokens.safetensors")

@@ -25,7 +25,7 @@ def count_right(
     """Right symbols, right whole answers (which greedy decoding gives), and the token ids of the strings.
 
     The model reads the right answer with the prompt. The end token is not scored, as in the code of Jelassi et al.,
-    2024 (arXiv:2402.01032). A forward pass has `batch_size` rows, with `chunk_length` tokens of each.
+    2024 (arXiv:2402.01032). A forward pass has `batch_size` sequences, with `chunk_length` tokens of each.
 
     Raises:
         ValueError: for a model whose vocabulary is smaller than that of the task, and as in `greedy_hits`.
@@ -40,14 +40,14 @@ def count_right(
     labels = [row["labels"].numpy() for row in rows]
     starts = [int((label != IGNORED_LABEL).argmax()) for label in labels]
     texts = [row["input_ids"].numpy() for row in rows]
-    asked_for = right_symbols = right_rows = 0
+    symbols = right_symbols = right_answers = 0
     for index, hits in greedy_hits(reader, texts, starts, batch_size=batch_size, chunk_length=chunk_length):
-        asked = labels[index][starts[index] :]
-        right = hits[(asked != IGNORED_LABEL) & (asked != END_ID)]
-        asked_for += len(right)
+        answer = labels[index][starts[index] :]
+        right = hits[(answer != IGNORED_LABEL) & (answer != END_ID)]
+        symbols += len(right)
         right_symbols += int(right.sum())
-        right_rows += bool(right.all())
-    return Share(right_symbols, asked_for), Share(right_rows, len(dataset)), texts
+        right_answers += bool(right.all())
+    return Share(right_symbols, symbols), Share(right_answers, len(dataset)), texts
 
 
 def measure_accuracy(
@@ -68,9 +68,9 @@ def measure_accuracy(
             its vocabulary allows.
         label: Name of the model for people.
         training_length: Symbols of the longest string in training, if known.
-        settings: Seed (`EVALUATION_SEED` is added), rows and tokens of each per forward pass, and the command that is
-            recorded.
-        samples: Rows per length.
+        settings: Seed (`EVALUATION_SEED` is added), sequences and tokens of each per forward pass, and the command
+            that is recorded.
+        samples: Sequences per length.
 
     Raises:
         ValueError: as `count_right`, and for a length that is impossible with the task's vocabulary.

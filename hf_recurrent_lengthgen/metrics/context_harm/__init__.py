@@ -1,1 +1,1 @@
-"""Loss by position, context harm, loss inside the training length and the length verdict: every evaluation."""
+"""Loss by position, excess loss from context, loss within the training length and the length verdict."""

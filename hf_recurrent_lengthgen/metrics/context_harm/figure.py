@@ -27,7 +27,7 @@ def mean_perplexity_figure(models: Sequence[ComparedModel]) -> Figure:
 
 
 def context_harm_figure(models: Sequence[ComparedModel]) -> Figure:
-    """Context harm by position for several models, with paired intervals and the zero line."""
+    """Excess loss from context by position for several models, with paired intervals and the zero line."""
     curves = [model.evaluation.harm.curves.coarse for model in models]
     return _by_position(models, "Excess loss from context (nats per {})", curves, log=False)
 
@@ -65,7 +65,7 @@ def _overlay(
     """Lines with bands from `first` tokens of context, the axes, and the labels."""
     colors, ends = style.role_colors([model.role for model in models]), []
     for model, curve, color in zip(models, curves, colors, strict=True):
-        # Only visible bins, so that the others do not stretch the vertical axis.
+        # invisible bins would stretch the vertical axis
         skipped = sum(edge < first - 1 for edge in curve.edges[:-1])
         x, y = style.bin_centers(curve)[skipped:], curve.mean[skipped:]
         marker = "o" if len(x) == 1 else None

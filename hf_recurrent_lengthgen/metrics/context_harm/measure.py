@@ -1,4 +1,4 @@
-"""Loss by position, context harm, loss inside the training length and the length verdict of one model.
+"""Loss by position, excess loss from context, loss within the training length and the length verdict of one model.
 
 The verdict is the length up to which a model generalizes. Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), Definition
 3.2: with p* the lowest perplexity inside the training length, reached at t*, a model generalizes to T if ppl(t) <= p*
@@ -71,21 +71,21 @@ def evaluate_model(
     observer: Observer | None = None,
     cache: ResultCache | None = None,
 ) -> EvaluationResult:
-    """Position-wise NLL, context harm, in-window NLL and the length verdict; three forward passes per token.
+    """Position-wise NLL, excess loss from context, in-window NLL and the length verdict; 3 forward passes per token.
 
     The verdict judges later positions by the stream, and positions inside the training length by their mean over all
     windows, which is many times more precise than the single beginning of each sequence.
 
     Args:
         model: As in `stream_nll`.
-        tokens: Token ids (S, L + 1): S held-out sequences, L > training_length positions each. Intervals need S >= 2,
-            and a last octave of harm at 32 to 64 training lengths needs L = 64 * training_length.
+        tokens: Token ids (S, L + 1): S held-out sequences, L > training_length positions each. Intervals require
+            S >= 2, and excess loss at 32 to 64 training lengths requires L = 64 * training_length.
         training_length: Tokens per training sequence, T.
         label: Name of the model in tables and figures.
         data: Description of the tokens; the digest is always computed from `tokens`.
         settings: How the model is measured.
         observer: Sees the stream, also if the result is cached; a context manager is entered around the stream.
-        cache: Where results are kept.
+        cache: Cache of results.
 
     Raises:
         ValueError: as in `stream_nll` and `window_nll`.
@@ -109,10 +109,10 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
         with observer if isinstance(observer, AbstractContextManager) else nullcontext():
             return stream_nll(task.model, task.tokens, observer=observer, **settings.reading).nll
 
-    seen = None if observer is None else read_stream()
+    observed = None if observer is None else read_stream()
 
     def compute() -> EvaluationResult:
-        stream = read_stream() if seen is None else seen
+        stream = read_stream() if observed is None else observed
         read = StreamAndWindows(stream, window_nll(task.model, task.tokens, task.training_length, **settings.reading))
         return EvaluationResult(
             model=task.label,
@@ -130,9 +130,9 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
         )
 
     depends_on = {"harm": settings.harm_threshold, "verdict": settings.tolerance}
-    kept = task.kept("evaluation", EvaluationResult, compute, **depends_on)
+    result = task.kept("evaluation", EvaluationResult, compute, **depends_on)
     command, seed = settings.recorded_command, settings.seed
-    return dataclasses.replace(kept, model=task.label, data=task.data, command=command, seed=seed)
+    return dataclasses.replace(result, model=task.label, data=task.data, command=command, seed=seed)
 
 
 def _curves(task: Measurement, values: np.ndarray, first: int) -> TwoResolutions:
@@ -195,13 +195,13 @@ MEASURES: dict[str, Callable[[Measurement, StreamAndWindows], Any]] = {
     "by_text": _by_text,
     "mean_perplexity": lambda task, read: _curves(task, perplexity(read.stream), 0),
 }
-"""Field of `EvaluationResult` -> how it is found."""
+"""Field of `EvaluationResult` -> how it is computed."""
 
 
 def compare(
     base: EvaluationResult, *others: EvaluationResult, title: str = "Beyond the training length"
 ) -> Comparison:
-    """Evaluations on the same texts together, with what others have more than the base, see `differences`.
+    """Evaluations on the same texts together, with their differences from the base, see `differences`.
 
     Raises:
         ValueError: for other texts, and two models of one name.
@@ -211,7 +211,7 @@ def compare(
 
 
 def differences(models: Sequence[ComparedModel]) -> tuple[Difference, ...]:
-    """What each model has more than the first base, or else the first model, text by text (`TextMeans`).
+    """Each model minus the first base, or else the first model, text by text (`TextMeans`).
 
     A method with several seeds is compared as one: by the means over texts of the seeds that both have, seed by seed,
     or of each of its seeds with a model that has none. A method without such a seed is left out.
@@ -221,28 +221,28 @@ def differences(models: Sequence[ComparedModel]) -> tuple[Difference, ...]:
         if model.evaluation.by_text is not None:
             methods.setdefault(model.method or model.evaluation.model, {})[model.seed] = model
     bases = [name for name, seeds in methods.items() if next(iter(seeds.values())).role == "base"]
-    first, *others = dict.fromkeys([*bases[:1], *methods]) or [""]
-    pairs = {name: _pairs(methods[name], methods[first]) for name in others}
-    return tuple(_difference(name, first, pairs[name]) for name in others if pairs[name])
+    reference, *names = dict.fromkeys([*bases[:1], *methods]) or [""]
+    pairs = {name: _pairs(methods[name], methods[reference]) for name in names}
+    return tuple(_difference(name, reference, pairs[name]) for name in names if pairs[name])
 
 
 def _pairs(
-    models: dict[str, ComparedModel], others: dict[str, ComparedModel]
+    models: dict[str, ComparedModel], references: dict[str, ComparedModel]
 ) -> list[tuple[ComparedModel, ComparedModel]]:
     """The models of two methods, by seed, that are compared."""
-    if "" in models or "" in others:
-        return list(product(models.values(), others.values()))
-    return [(models[seed], others[seed]) for seed in models if seed in others]
+    if "" in models or "" in references:
+        return list(product(models.values(), references.values()))
+    return [(models[seed], references[seed]) for seed in models if seed in references]
 
 
-def _difference(name: str, other: str, pairs: Sequence[tuple[ComparedModel, ComparedModel]]) -> Difference:
+def _difference(name: str, minus: str, pairs: Sequence[tuple[ComparedModel, ComparedModel]]) -> Difference:
     estimates, over = {}, "texts" if len(pairs) == 1 else "seeds"
     for quantity in (field.name for field in dataclasses.fields(TextMeans)):
         read = attrgetter(f"evaluation.by_text.{quantity}")
-        values = np.array([np.subtract(read(model), read(other)) for model, other in pairs])  # pairs, texts
+        values = np.array([np.subtract(read(model), read(reference)) for model, reference in pairs])  # pairs, texts
         values = values.T if over == "texts" else values.mean(1, keepdims=True)
         estimates[quantity] = estimate(values, pairs[0][0].evaluation.confidence)
-    return Difference(name, other, over, len(values), **estimates)  # type: ignore[arg-type]
+    return Difference(name, minus, over, len(values), **estimates)  # type: ignore[arg-type]
 
 
 def length_verdict(

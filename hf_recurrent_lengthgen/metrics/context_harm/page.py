@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.summary import Finding
 from hf_recurrent_lengthgen.plotting.html import VARIABLES, Row, entry_list
 from hf_recurrent_lengthgen.plotting.style import role_colors
 
-STATUS_WORDS = {"breaks": ("✕", "fails"), "holds": ("✓", "generalizes"), "unclear": ("?", "inconclusive")}
+MARKS = {"fails": "✕", "generalizes": "✓", "inconclusive": "?"}
 
 
 class Picture(NamedTuple):
@@ -51,10 +51,10 @@ def page_colors(comparison: Comparison) -> list[str]:
 
 
 def card(finding: Finding, color: str, details: str) -> str:
-    evaluation, (mark, word) = finding.model.evaluation, STATUS_WORDS[finding.status]
+    evaluation = finding.model.evaluation
     return (
         f'<div class="card" style="border-color:{color}">'
-        f'<div class="status"><b style="color:{color}">{mark}</b> {word}</div>'
+        f'<div class="status"><b style="color:{color}">{MARKS[finding.status]}</b> {finding.status}</div>'
         f"<h3>{escape(finding.headline)}</h3>"
         f'<div class="big">{number_text(evaluation.harm.last.mean, "+.2f")} '
         f"<small>nats per {escape(evaluation.data.token_unit)}, excess loss from context</small></div>"
@@ -125,13 +125,13 @@ def definitions(evaluation: EvaluationResult) -> str:
     )
 
 
-def provenance(evaluations: Sequence[EvaluationResult], given: Sequence[str] | None = None) -> str:
-    """How the evaluations were made; `given` are the full names of the models if the page shortens them."""
+def provenance(evaluations: Sequence[EvaluationResult], full_names: Sequence[str]) -> str:
+    """How the evaluations were made; pages show `full_names` of models here only."""
     first = evaluations[0]
     seconds = sum(evaluation.wall_seconds for evaluation in evaluations)
     renamed = [
         f"{evaluation.model}: {name}"
-        for evaluation, name in zip(evaluations, given or [], strict=given is not None)
+        for evaluation, name in zip(evaluations, full_names, strict=True)
         if evaluation.model != name
     ]
     entries = [

@@ -104,9 +104,9 @@ class EvaluationResult(ModelResult):
         training_length, evaluated_length, sequences: What it was trained on, and what was read.
         confidence: Of all intervals.
         position_wise: NLL by position; its exp is the perplexity that figures show.
-        harm: What context beyond the training length costs; `harm.last` is the number for a table.
+        harm: Excess loss from context beyond the training length; `harm.last` is the number for a table.
         in_window: NLL inside the training length; `in_window.loss` is the number for a table.
-        verdict: Up to which position the model holds.
+        verdict: Up to which position the model generalizes.
         by_text: The numbers for a table of each text; None in older files.
         mean_perplexity: Mean over texts of exp(NLL) by position, Definition 3.1 of Buitrago Ruiz and Gu, 2025; None in
             older files. A few tokens make up most of it, so it may be many times the exp of `position_wise`.

@@ -1,15 +1,15 @@
-"""Context harm: the cost of context beyond the training length, measured on the same tokens.
+"""Excess loss from context (`context_harm`): the cost of context beyond the training length, on the same tokens.
 
-Harm at position t is the NLL given the whole context minus the NLL of the same token given only its last tokens, at
-most as many as the model was trained on. The difficulty of the text cancels. Harm is zero for a model that uses no
-tokens before the kept context.
+At position t it is the NLL given the whole context minus the NLL of the same token given only its last tokens, at most
+as many as the model was trained on. The difficulty of the text cancels. It is zero for a model that uses no tokens
+before the truncated context.
 
 Windows, with T the training length and h = T // 2: a window starts at every multiple w of h and runs from the zero
 state over the inputs tokens[w : w + T]. It scores the positions [w, w + T) with 1 to T tokens of context (indexing of
 `streaming`). Its last h positions, with T - h + 1 to T tokens of context, give the truncated-context NLLs of those
-positions: the windows tile [T - h, L), each position once. Harm is defined on [T, L). If L cuts the last window, that
-window is shorter. Full windows also give the NLL by position inside [0, T), averaged over many windows of each
-sequence.
+positions: the windows tile [T - h, L), each position once. Excess loss is defined on [T, L). If L cuts the last
+window, that window is shorter. Full windows also give the NLL by position inside [0, T), averaged over many windows of
+each sequence.
 """
 
 from typing import NamedTuple
@@ -93,8 +93,7 @@ def _window_rows(
     """NLL (B, width) of windows that start at (sequence, position)."""
     rows = np.stack([array[sequence, start : start + width + 1] for sequence, start in origins])
     _, chunk = reading_plan(reader, len(rows), width, len(rows), chunk_length)
-    pieces = [piece.nll.cpu().numpy() for piece in stream_chunks(reader, rows, chunk, None, origins)]
-    return np.concatenate(pieces, axis=1)
+    return np.concatenate([part.nll.cpu().numpy() for part in stream_chunks(reader, rows, chunk, None, origins)], 1)
 
 
 def context_use_bands(training_length: int) -> tuple[tuple[int, int], tuple[int, int]]:

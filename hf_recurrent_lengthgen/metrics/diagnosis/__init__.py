@@ -1,1 +1,1 @@
-"""All metrics of a model together: how far it holds, and why it fails where it does not."""
+"""All metrics of a model together: up to which length it generalizes, and why it fails beyond."""

@@ -1,4 +1,4 @@
-"""All diagnoses of one model: how far it holds, and why it fails where it does not."""
+"""All metrics of one model: up to which length it generalizes, and why it fails beyond."""
 
 from typing import Any
 

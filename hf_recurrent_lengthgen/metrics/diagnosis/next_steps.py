@@ -1,4 +1,4 @@
-"""What to do after a diagnosis, as commands that follow from what it found."""
+"""What to do after a diagnosis, as commands that follow from its results."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diag
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 
 SHARED = ("data", "text_column", "tokenizer", "training_length", "attention_window", "length")
-"""Options of the diagnosis that the next commands need, too."""
+"""Options of the diagnosis that the next commands require, too."""
 MORE = 4
 """Factor on texts or lengths of the next measurement, and the steps of a further training."""
 STEPS = 100
@@ -24,7 +24,7 @@ class Step(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A diagnosed model, its folder or Hub name, and those of the `SHARED` options that were given, by name."""
+    """A diagnosed model, its folder or Hub name, and the `SHARED` options of the diagnosis."""
 
     model: DiagnosedModel
     path: str
@@ -35,14 +35,14 @@ class Measured(NamedTuple):
         return self.model.evaluation.model
 
     def command(self, name: str, *words: str, without: Sequence[str] = ()) -> str:
-        """A command on this model, with the options of its diagnosis but some."""
+        """A command on this model, with the options of its diagnosis except `without`."""
         options = {f"--{key.replace('_', '-')}": value for key, value in self.options.items() if key not in without}
         shared = [word for option, value in options.items() if option not in words for word in (option, value)]
         return shlex.join(["lengthgen", name, *(["--model"] * (name == "train")), self.path, *words, *shared])
 
 
 def next_steps(diagnosis: Diagnosis, paths: Sequence[str], options: Mapping[str, object]) -> list[Step]:
-    """A step for the first model that fails, unless one after state passing generalizes, else for what is uncertain.
+    """A step for the first model that fails, unless one after state passing generalizes, else for an inconclusive one.
 
     `paths` are the folders or Hub names of the models, `options` the parsed options of `lengthgen diagnose`.
     """
@@ -50,24 +50,24 @@ def next_steps(diagnosis: Diagnosis, paths: Sequence[str], options: Mapping[str,
     judged = []
     for model, path, finding in zip(diagnosis.models, paths, findings(diagnosis.comparison), strict=True):
         window = str(model.evaluation.attention_window or "none")  # one of several
-        own = shared | ({"attention_window": window} if "attention_window" in shared else {})
-        judged.append((Measured(model, path, own), finding.status))
-    holding = [one for one, status in judged if status == "holds"]
-    held = {one.path for one in holding if one.model.evaluation.attention_window}  # another window holds
-    broken = [one for one, status in judged if status == "breaks" and one.model.role != "control"]
-    broken = [one for one in broken if one.path not in held]
-    post_trained = [one for one in broken if one.model.role == "intervention"]
-    if broken and not any(one.model.role == "intervention" for one in holding):
-        return [_after_failure((post_trained or broken)[-1 if post_trained else 0])]
-    if unclear := [one for one, status in judged if status == "unclear"]:
-        count = str(MORE * max(unclear[0].model.evaluation.sequences, 8))
-        why = f"{unclear[0].label} is inconclusive: measure more texts"
-        return [Step(why, (unclear[0].command("diagnose", "--sequences", count),))]
-    if not holding:
+        options_of_one = shared | ({"attention_window": window} if "attention_window" in shared else {})
+        judged.append((Measured(model, path, options_of_one), finding.status))
+    general = [one for one, status in judged if status == "generalizes"]
+    windowed = {one.path for one in general if one.model.evaluation.attention_window}  # with another window
+    failing = [one for one, status in judged if status == "fails" and one.model.role != "control"]
+    failing = [one for one in failing if one.path not in windowed]
+    post_trained = [one for one in failing if one.model.role == "intervention"]
+    if failing and not any(one.model.role == "intervention" for one in general):
+        return [_after_failure((post_trained or failing)[-1 if post_trained else 0])]
+    if inconclusive := [one for one, status in judged if status == "inconclusive"]:
+        count = str(MORE * max(inconclusive[0].model.evaluation.sequences, 8))
+        why = f"{inconclusive[0].label} is inconclusive: measure more texts"
+        return [Step(why, (inconclusive[0].command("diagnose", "--sequences", count),))]
+    if not general:
         return []
-    why = f"{holding[-1].label} generalizes as far as was measured: measure longer texts"
-    longer = str(MORE * holding[-1].model.evaluation.evaluated_length)
-    return [Step(why, (holding[-1].command("evaluate", "--length", longer),))]
+    why = f"{general[-1].label} generalizes to the measured length: measure longer texts"
+    longer = str(MORE * general[-1].model.evaluation.evaluated_length)
+    return [Step(why, (general[-1].command("evaluate", "--length", longer),))]
 
 
 def _after_failure(one: Measured) -> Step:
@@ -77,12 +77,12 @@ def _after_failure(one: Measured) -> Step:
     if window is not None and one.model.evaluation.attention_window is None:
         why = (
             f"most of the excess loss of {one.label} is from attention, which no initial state removes: limit "
-            f"attention to the last {window:,} keys"
+            f"attention to a window of the last {window:,} tokens"
         )
         return Step(why, (one.command("diagnose", "--attention-window", str(window)),))
     longer: tuple[str, ...] = ()
     why = (
-        f"{one.label} was not trained from states like those it reaches: train it with state passing, best with a "
+        f"{one.label} was not trained from states like those of long texts: train it with state passing, best with a "
         "tenth of the learning rate of its pre-training (--learning-rate)"
     )
     if one.model.role == "intervention":

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: how far models hold and why, then figures, numbers and definitions."""
+"""One self-contained HTML page: to which length models generalize and why, then figures, numbers and definitions."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -24,8 +24,8 @@ from hf_recurrent_lengthgen.metrics.parts import PARTS
 from hf_recurrent_lengthgen.plotting.html import Row, entry_list, html_page, picture, table
 from hf_recurrent_lengthgen.plotting.names import figure_names, short_names, with_names
 
-HOLDS = "How far it generalizes"
-SECTIONS = {"position_wise": HOLDS, "context_harm": HOLDS, "in_window": INSIDE}
+LENGTH = "How far it generalizes"
+SECTIONS = {"position_wise": LENGTH, "context_harm": LENGTH, "in_window": INSIDE}
 """Figure of an evaluation -> heading of its section."""
 ABSENT = "<small>not measured</small>"
 
@@ -65,13 +65,12 @@ def reasons(diagnosis: Diagnosis) -> list[str]:
 
 
 def not_measured(diagnosis: Diagnosis) -> list[str]:
-    asked = {name for model in diagnosis.models for name in (*model.parts, *model.refused)}
-    left_out = [f"{part.title}: not requested." for name, part in PARTS.items() if name not in asked]
-    return [*reasons(diagnosis), *(left_out if asked else [])]
+    requested = {name for model in diagnosis.models for name in (*model.parts, *model.refused)}
+    left_out = [f"{part.title}: not requested." for name, part in PARTS.items() if name not in requested]
+    return [*reasons(diagnosis), *(left_out if requested else [])]
 
 
 def diagnosis_figures(diagnosis: Diagnosis) -> dict[str, Figure]:
-    """The figures of a diagnosis, by name."""
     short = short_names([model.evaluation.model for model in diagnosis.models])
     named = with_names(diagnosis, figure_names(short))
     unit = diagnosis.models[0].evaluation.data.token_unit
@@ -93,12 +92,12 @@ def diagnosis_page(
 ) -> str:
     """The HTML text of a self-contained page, in light and dark, for desktop and phone.
 
-    Models given as paths are named by the last part; the section "How this was made" has the full paths. `loading` is
-    code that loads a checkpoint, shown as it is; `further` is HTML that follows the figures, and `figures` are its
+    Paths of models are shortened to the last part; the section "How this was made" has them in full. `loading` is code
+    that loads a checkpoint, shown as it is; `further` is HTML that follows the figures, and `figures` are its
     `diagnosis_figures`, if they were drawn before.
     """
-    given = [model.evaluation.model for model in diagnosis.models]
-    diagnosis = with_names(diagnosis, short_names(given))
+    full_names = [model.evaluation.model for model in diagnosis.models]
+    diagnosis = with_names(diagnosis, short_names(full_names))
     models, colors = diagnosis.models, page_colors(diagnosis.comparison)
     lead = "".join(
         f"<p><b>{escape(verdict.headline)}</b> {escape(verdict.reason)}</p>" for verdict in verdicts(diagnosis)
@@ -123,7 +122,7 @@ def diagnosis_page(
         "<h2>What the words mean</h2>",
         *(f'<p class="note">{escape(text)}</p>' for text in [definitions(evaluations[0]), *_definitions(diagnosis)]),
         "<h2>How this was made</h2>",
-        provenance(evaluations, given),
+        provenance(evaluations, full_names),
     ]
     if loading is not None:
         sections += ["<h2>Load the checkpoint</h2>", f"<pre>{escape(loading)}</pre>"]
@@ -147,34 +146,34 @@ def _sections(diagnosis: Diagnosis, figures: Mapping[str, Figure]) -> list[str]:
         section, caption, banded = pictures[name]
         drawn = picture(figure, name, caption + (bands if banded else ""), f"{caption} {summary}")
         shown.setdefault(section, []).append(drawn)
-    titles = [HOLDS, *(title for part in PARTS.values() if (title := part.section) not in (HOLDS, INSIDE)), INSIDE]
-    return [_section(title, shown.get(title, []), _said(diagnosis, title)) for title in dict.fromkeys(titles)]
+    titles = [LENGTH, *(title for part in PARTS.values() if (title := part.section) not in (LENGTH, INSIDE)), INSIDE]
+    return [_section(title, shown.get(title, []), _texts(diagnosis, title)) for title in dict.fromkeys(titles)]
 
 
-def _said(diagnosis: Diagnosis, title: str) -> list[str]:
+def _texts(diagnosis: Diagnosis, title: str) -> list[str]:
     """The sentences about each model under a heading, as HTML; models without sentences are left out."""
-    said = []
+    texts = []
     for model, finding in zip(diagnosis.models, findings(diagnosis.comparison), strict=True):
         evaluation = model.evaluation
         unit = evaluation.data.token_unit
         loss = f"Loss {interval_text(evaluation.in_window.loss)} nats per {unit}."
-        sentences = [{HOLDS: finding.detail, INSIDE: loss}[title]] if title in (HOLDS, INSIDE) else []
+        sentences = [{LENGTH: finding.detail, INSIDE: loss}[title]] if title in (LENGTH, INSIDE) else []
         for part, result in _parts(model):
             if part.section == title:
                 sentences += part.texts(result, unit)
         if sentences:
             paragraphs = "".join(f"<p>{escape(words)}</p>" for words in sentences)
-            said.append(f"<div><h3>{escape(evaluation.model)}</h3>{paragraphs}</div>")
-    return said
+            texts.append(f"<div><h3>{escape(evaluation.model)}</h3>{paragraphs}</div>")
+    return texts
 
 
-def _section(title: str, figures: list[str], said: list[str]) -> str:
+def _section(title: str, figures: list[str], texts: list[str]) -> str:
     """A heading, figures, and the sentences about each model; empty without figures and sentences."""
-    if not figures and not said:
+    if not figures and not texts:
         return ""
     if len(figures) % 2:  # the text fills the free place
-        figures, said = [*figures, f"<div>{''.join(said)}</div>"], []
-    return f"<section><h2>{escape(title)}</h2>{_pairs(figures)}{_pairs(said)}</section>"
+        figures, texts = [*figures, f"<div>{''.join(texts)}</div>"], []
+    return f"<section><h2>{escape(title)}</h2>{_pairs(figures)}{_pairs(texts)}</section>"
 
 
 def _pairs(parts: Sequence[str]) -> str:
@@ -190,5 +189,5 @@ def _rows(diagnosis: Diagnosis) -> list[Row]:
 
 
 def _definitions(diagnosis: Diagnosis) -> list[str]:
-    found = [(part, [m.parts[name] for m in diagnosis.models if name in m.parts]) for name, part in PARTS.items()]
-    return [text for part, results in found if results for text in part.definitions(results)]
+    measured = [(part, [m.parts[name] for m in diagnosis.models if name in m.parts]) for name, part in PARTS.items()]
+    return [text for part, results in measured if results for text in part.definitions(results)]

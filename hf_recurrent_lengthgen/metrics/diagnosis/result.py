@@ -12,7 +12,7 @@ from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 
 RESULTS: tuple[type[PartResult], ...] = (StateDiagnosis, Remembrance, Misalignment, ConstantPrompt)
-"""Those that a file can hold; a new one is listed here, so that it is known when it is read."""
+"""Those that a file can hold; a new one is listed here, so that it can be read."""
 Found = TypeVar("Found", bound=PartResult)
 
 
@@ -29,7 +29,7 @@ class DiagnosedModel:
     refused: dict[str, str]
 
     def found(self, kind: type[Found]) -> Found | None:
-        """The first part of the given type, or None."""
+        """The first part of this type, or None."""
         return next((part for part in self.parts.values() if isinstance(part, kind)), None)
 
 

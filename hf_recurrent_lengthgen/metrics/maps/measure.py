@@ -20,7 +20,7 @@ where B_j = beta_j k_j in `scan_delta`. Its mask is the share of what k_j wrote 
 k_j^T (A_{j+1} ... A_i)^T k_j / |k_j|^2, which may be below 0, also where no beta is above 1. RWKV-7's bonus for the
 current token, after the norm, is not included.
 
-Softmax attention has its weights as maps, one for each head, beside the other layers of hybrids and in Transformers.
+The maps of softmax attention are its weights, one for each head, in hybrids and in models of Transformers.
 
 Shapes: T tokens, D channels or heads, N states (keys).
 """
@@ -182,9 +182,9 @@ def _maps(q_cTN: Tensor, k_cTN: Tensor, s_cTN: Tensor) -> tuple[Tensor, Tensor]:
         return (q_cTN @ k_cTN.mT) * mask, mask
     maps, mask = q_cTN.new_zeros(2, len(q_cTN), length, length)
     for n in range(states):
-        kept = decay(s_cTN[..., n])
-        mask += kept / states
-        maps += kept * q_cTN[:, :, None, n] * k_cTN[:, None, :, n]
+        share = decay(s_cTN[..., n])
+        mask += share / states
+        maps += share * q_cTN[:, :, None, n] * k_cTN[:, None, :, n]
     return maps, mask
 
 
@@ -219,31 +219,31 @@ def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> list[
             "give the checkpoint that it was made from, or switch forgetting off."
         )
     count = model.config.num_hidden_layers
-    wanted = list(range(count) if layers is None else layers)
-    if not wanted or not set(wanted) <= set(range(count)):
-        raise ValueError(f"layers must be some of 0 to {count - 1}, got {wanted}; None takes all.")
+    requested = list(range(count) if layers is None else layers)
+    if not requested or not set(requested) <= set(range(count)):
+        raise ValueError(f"layers must be some of 0 to {count - 1}, got {requested}; None takes all.")
     device = next(model.parameters()).device
     record: list[tuple[int, _Scan | Tensor]] = []
 
-    def keeping(read: Callable[..., _Scan | Tensor]) -> Callable[..., None]:
-        def keep(layer: int, *args: Tensor) -> None:
-            if layer in wanted:
+    def recording(read: Callable[..., _Scan | Tensor]) -> Callable[..., None]:
+        def append(layer: int, *args: Tensor) -> None:
+            if layer in requested:
                 record.append((layer, read(*args)))
 
-        return keep
+        return append
 
-    readers = {name: keeping(read) for name, read in _READERS.items()}
+    readers = {name: recording(read) for name, read in _READERS.items()}
     scans = recorded_scans(model, readers) if stateful else nullcontext()
-    with evaluation_mode(model), scans, recorded_attention(model, keeping(lambda weights: weights[0].double())):
+    with evaluation_mode(model), scans, recorded_attention(model, recording(lambda weights: weights[0].double())):
         model.base_model(tokens_1T.to(device), **({"output_final_state": True} if stateful else {"use_cache": False}))
     if not record and not stateful:
         layers_of(model)
-    if unknown := sorted({*wanted} - {layer for layer, _ in record}):
+    if unknown := sorted({*requested} - {layer for layer, _ in record}):
         raise ValueError(
             f"The layers {unknown} of {type(model).__name__} have no attention maps. Layers of Mamba, GLA, HGRN-2, "
             "linear attention and the delta rule have them, and softmax attention, except that which layers share."
         )
-    return sorted(record, key=lambda found: (found[0], isinstance(found[1], Tensor)))
+    return sorted(record, key=lambda entry: (entry[0], isinstance(entry[1], Tensor)))
 
 
 def _read_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Tensor) -> _Scan:

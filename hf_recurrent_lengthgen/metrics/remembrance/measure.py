@@ -63,7 +63,6 @@ DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def check_distances(names: Sequence[str]) -> None:
-    """Refuse distances that do not exist."""
     if unknown := [name for name in names if name not in DISTANCES]:
         raise ValueError(f"Distances must be some of {', '.join(DISTANCES)}; got {', '.join(unknown)}.")
 
@@ -135,7 +134,7 @@ def effective_remembrance(
         settings: Confidence, progress, and sequences, and tokens of each, per forward pass.
         length: T; by default 4 training lengths.
         starts: The t, in any order, from 0 to T - 1; by default those of `start_points`.
-        distances: Names of `DISTANCES` to measure beside total variation, which the result always has.
+        distances: Names of `DISTANCES` to measure in addition to total variation.
 
     Raises:
         ValueError: for unusable tokens, lengths, starts or distances, and for predictions that are not finite.
@@ -144,9 +143,9 @@ def effective_remembrance(
     starts = start_points(length, training_length) if starts is None else tuple(sorted(starts))
     names = tuple(dict.fromkeys(("total_variation", *distances)))
     values = remembrance_values(model, tokens, length, starts, distances=names, **settings.reading)
-    found = {name: _estimates(values[:, index], settings.confidence) for index, name in enumerate(names)}
-    variation = found.pop("total_variation")
-    return Remembrance(training_length, length, len(values), settings.confidence, starts, variation, found)
+    by_name = {name: _estimates(values[:, index], settings.confidence) for index, name in enumerate(names)}
+    variation = by_name.pop("total_variation")
+    return Remembrance(training_length, length, len(values), settings.confidence, starts, variation, by_name)
 
 
 def _estimates(values: np.ndarray, confidence: float) -> tuple[Estimate, ...]:
@@ -197,9 +196,9 @@ def _final_prediction(reader: Reader, ids: np.ndarray, chunk: int, first: int, s
     """q(.|x_{start:T}) after tokens (R, T - start) of the sequences from `first` on, (R, V) float64 on the CPU."""
     cache = None
     for begin, stop in chunk_borders(ids.shape[1], chunk):
-        piece = torch.from_numpy(ids[:, begin:stop].astype(np.int64)).to(reader.device)
-        logits, cache = reader.read(piece, cache, logits_to_keep=1)
-        bar.update(piece.numel())
+        tokens = torch.from_numpy(ids[:, begin:stop].astype(np.int64)).to(reader.device)
+        logits, cache = reader.read(tokens, cache, logits_to_keep=1)
+        bar.update(tokens.numel())
     last = logits[:, -1].cpu().double()
     broken = (last.isnan() | (last == math.inf)).any(1) | (last == -math.inf).all(1)
     if bool(broken.any()):

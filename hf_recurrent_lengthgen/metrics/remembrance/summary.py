@@ -16,28 +16,28 @@ from hf_recurrent_lengthgen.metrics.remembrance.measure import LENGTHS_OF_TRAINI
 from hf_recurrent_lengthgen.plotting import style
 
 NAMES = {"total_variation": "total variation", "jensen_shannon": "Jensen-Shannon", "cosine": "1 - cosine"}
-"""Distances as they are drawn."""
-OTHERS = (
+"""Names of distances in figures."""
+OTHER_DISTANCES = (
     "Other distances of the two predictions (Appendix G there), also from 0 to 1: the Jensen-Shannon distance is the "
     "square root of the divergence in bits; the cosine similarity of the probabilities is taken from 1."
 )
 
 
 def _compute(task: Measurement) -> Remembrance:
-    settings, given = task.settings, (task.model, task.tokens, task.training_length)
+    settings, subject = task.settings, (task.model, task.tokens, task.training_length)
     assert isinstance(settings, DiagnosisSettings)
     length, names = min(LENGTHS_OF_TRAINING * task.training_length, task.length + 1), settings.remembrance_distances
     return task.kept(
         "remembrance",
         Remembrance,
-        lambda: effective_remembrance(*given, settings, length=length, distances=names),
+        lambda: effective_remembrance(*subject, settings, length=length, distances=names),
         distances=sorted(names),
     )
 
 
 def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role]) -> Figure:
-    """Change of predictions if only the last tokens are kept, with intervals; a panel for each distance that a model
-    has (Buitrago Ruiz and Gu, 2025, Figures 1 and 13).
+    """Change of predictions after only the last tokens, with intervals; a panel for each distance that a model has
+    (Buitrago Ruiz and Gu, 2025, Figures 1 and 13).
 
     Right of the training length it should be 0. `roles` are the roles of the models, for their colors.
     """
@@ -60,15 +60,15 @@ def _draw(axes: Axes, models: Mapping[str, Remembrance], roles: Sequence[Role], 
         x, values = [result.length - start for start in result.starts], result.distances[distance]
         axes.plot(x, [value.mean for value in values], color=color, linewidth=2, linestyle=style.ROLE_LINES[role])
         style.draw_band(axes, x, values, color)
-        # All curves end at 0, where all tokens are kept, so labels have the order at one training length.
-        beside = min(range(len(x)), key=lambda place: abs(x[place] - result.training_length))
-        ends.append((values[beside].mean, name, color))
+        # all curves end at 0, where the context is whole, so labels have the order at one training length
+        place = min(range(len(x)), key=lambda index: abs(x[index] - result.training_length))
+        ends.append((values[place].mean, name, color))
         tallest = max(tallest, *(value.high or value.mean for value in values))
     axes.set_ylim(0, min(1.0, 0.2 * math.ceil(5.5 * tallest + 1e-9)) or 0.2)
     axes.yaxis.set_major_locator(MultipleLocator(0.2))
     style.position_axis(axes, 1, max(result.length for result in models.values()))
     style.mark_training_lengths(axes, [result.training_length for result in models.values()])
-    axes.set_xlabel("Number of last tokens kept", fontsize=style.FONT_SIZE - 0.5, color=style.MUTED)
+    axes.set_xlabel("Length of the truncated context", fontsize=style.FONT_SIZE - 0.5, color=style.MUTED)
     style.label_ends(axes, ends)
 
 
@@ -97,8 +97,8 @@ REMEMBRANCE = Part(
     pictures={
         "remembrance": Picture(
             lambda result, roles, unit: remembrance_figure(result, roles),
-            "Change of the prediction if only the last tokens are kept. To the right of the training length, it is "
-            "the effect of tokens further back than that.",
+            "Change of the prediction if the context is truncated to the last tokens. To the right of the training "
+            "length, it is the effect of tokens further back than that.",
             bands=True,
         )
     },
@@ -108,6 +108,6 @@ REMEMBRANCE = Part(
         "most 1. Distant tokens change the predictions of a model that fails without helping it; one "
         "that generalizes may do so by forgetting them. lengthgen retrieve "
         "measures whether a model retrieves distant tokens.",
-        *([OTHERS] if any(result.others for result in results) else []),
+        *([OTHER_DISTANCES] if any(result.others for result in results) else []),
     ),
 )

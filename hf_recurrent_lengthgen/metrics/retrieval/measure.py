@@ -2,8 +2,8 @@
 
 Accuracy by depth and length as in Chen et al., 2024 (arXiv:2410.07145), B.1 and Figure 2, Buitrago Ruiz and Gu, 2025
 (arXiv:2507.02782), B.3 and B.4, and Shen et al., 2025 (arXiv:2509.22630), C.4. Decoding is greedy (`greedy_hits`).
-Wrong answers that a task names (`Task.mistakes`) are looked for in the same way; a model whose state is no value
-reads the prompt again for each.
+Wrong answers that a task names (`Task.mistakes`) are recognized in the same way; a model whose state is no value reads
+the prompt again for each.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def retrieval_accuracy(
         data: Description of the prompts' source; the digest is always computed from all prompts.
         training_length: Training length of the model in tokens, if known.
         settings: Confidence, prompts and tokens of each per forward pass, progress, and the command that is recorded.
-        cache: Where complete cells are kept; cells in it are not computed again.
+        cache: Cache of complete cells.
 
     Raises:
         ValueError: as in the grid for lengths without a prompt, and as in `greedy_hits`; both before any reading.
@@ -123,20 +123,20 @@ class _Run:
 
     def look_up(self, record: dict[str, str]) -> str:
         """Make all prompts before the first is read, and return their digest; may take long."""
-        every = hashlib.sha256()
+        digest = hashlib.sha256()
         for column in range(len(self.lengths)):
             for row in range(len(self.grid.rows)):
                 cell = self._cell((row, column))
-                every.update(cell.digest.encode())
+                digest.update(cell.digest.encode())
                 key = {"what": "retrieval cell", "model": record, "prompts": cell.digest}
-                kept = self.cache.get(key) if self.cache else None
+                cached = self.cache.get(key) if self.cache else None
                 if not cell.tasks:
                     self.cells[cell.place] = RetrievalCell(0, 0, None)
-                elif kept is not None:
-                    self.cells[cell.place] = RetrievalCell(**kept)
+                elif cached is not None:
+                    self.cells[cell.place] = RetrievalCell(**cached)
                 else:
                     self.missing[cell.place] = key
-        return every.hexdigest()
+        return digest.hexdigest()
 
     def _cell(self, place: tuple[int, int]) -> _Cell:
         row, column = place
@@ -154,7 +154,7 @@ class _Run:
     def measure(self) -> None:
         for group in self._groups():
             texts = [(cell, text) for cell in group for text in cell.texts]
-            given: dict[tuple[int, int], dict[int, str]] = {cell.place: {} for cell in group}
+            answers: dict[tuple[int, int], dict[int, str]] = {cell.place: {} for cell in group}
             left = {cell.place: len(cell.texts) for cell in group}
             for number, hits in greedy_hits(
                 self.reader,
@@ -166,11 +166,11 @@ class _Run:
                 title=f"{self.grid.task} up to {self.lengths[group[-1].place[1]]:,}" if self.settings.progress else "",
             ):
                 cell, text = texts[number]
-                if hits.all() and given[cell.place].get(text.prompt) != "":  # each prompt counts once
-                    given[cell.place][text.prompt] = text.kind
+                if hits.all() and answers[cell.place].get(text.prompt) != "":  # each prompt counts once
+                    answers[cell.place][text.prompt] = text.kind
                 left[cell.place] -= 1
                 if not left[cell.place]:
-                    self._keep(cell, Counter(given[cell.place].values()))
+                    self._store(cell, Counter(answers[cell.place].values()))
 
     def _groups(self) -> Iterator[list[_Cell]]:
         """The missing cells in groups that fit into memory."""
@@ -191,12 +191,12 @@ class _Run:
         where = "depth " if self.grid.depths is not None else ""
         return f"{self.grid.task}, {where}{self.grid.rows[place[0]]}, {self.lengths[place[1]]:,} tokens"
 
-    def _keep(self, cell: _Cell, given: Counter[str]) -> None:
+    def _store(self, cell: _Cell, kinds: Counter[str]) -> None:
         distances = [task.distance for task in cell.tasks]
         known = [distance for distance in distances if distance is not None]
         distance = max(known) if len(known) == len(distances) else None
-        mistakes = {text.kind: given[text.kind] for text in cell.texts if text.kind}
-        result = RetrievalCell(given[""], len(distances), distance, mistakes)
+        mistakes = {text.kind: kinds[text.kind] for text in cell.texts if text.kind}
+        result = RetrievalCell(kinds[""], len(distances), distance, mistakes)
         self.cells[cell.place] = result
         if self.cache:
             self.cache.put(self.missing[cell.place], asdict(result))

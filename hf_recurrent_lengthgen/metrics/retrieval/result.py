@@ -37,8 +37,8 @@ class RetrievalCell:
     """The right answers of greedy decoding at one depth (or for one bAbI task) and length.
 
     BABILong has fewer `samples`, or none, where facts do not fit. `distance` is the number of tokens from the last
-    token of the needle (or of the first fact needed) to the answer, the maximum over the samples. `mistakes` are the
-    wrong answers of each kind that the task knows ("another key", "earlier value"); others are of no kind.
+    token of the needle (or of the first required fact) to the answer, the maximum over the samples. `mistakes` are the
+    wrong answers of each kind that the task names ("another key", "earlier value").
     """
 
     right: int
@@ -57,8 +57,8 @@ class RetrievalResult(ModelResult):
         task: "passkey", "niah", "keys" or "babilong", with the `style` of the prompt ("4 keys of 2 values") and
             `shots` solved examples before it.
         rows: Names of the rows: depths in percent, bAbI tasks, or both.
-        depths: Share of the text before the needle (in BABILong before the first fact needed), per row; None for facts
-            at random places.
+        depths: Share of the text before the needle (in BABILong before the first required fact), per row; None for
+            facts at random places.
         lengths: Tokens of prompt and answer, ascending.
         cells: One row of cells per row, one cell per length.
         data: The source of the prompts; the digest is that of all prompts.

@@ -1,15 +1,15 @@
-"""In a hybrid, the harm of long recurrent states apart from that of long attention.
+"""In a hybrid, the excess loss from long recurrent states apart from that from long attention.
 
 A text is read up to a border. The next T tokens, as many as the model was trained on, are then read four times: the
 recurrent layers go on from the state there or from zero, and the attention layers from the keys and values there or
 from none (then at position 0). The last T // 2 of the T tokens are scored, so that each has at least half a training
-length of context in all four. With everything of the text and with nothing of it, these are the two NLLs of context
-harm (`context_harm/windows.py`), so
+length of context in all four. With everything of the text and with nothing of it, these are the two NLLs of excess
+loss from context (`context_harm/windows.py`), so
 
-    harm(recurrent) = NLL(state of the text, no keys) - NLL(zero state, no keys)
-    harm(attention) = NLL(zero state, keys of the text) - NLL(zero state, no keys)
+    excess loss(recurrent) = NLL(state of the text, no keys) - NLL(zero state, no keys)
+    excess loss(attention) = NLL(zero state, keys of the text) - NLL(zero state, no keys)
 
-The two need not add up to the harm of both: keys of the text were computed from its states, too.
+The two need not add up to the excess loss from both: keys of the text were computed from its states, too.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def attention_apart(
     if not isinstance(reader, StateReader) or not getattr(reader.model, "attends", False):
         raise ValueError(
             f"{reader.name} has no attention layers beside recurrent ones, or is not wrapped: give stateful(model) of "
-            "a hybrid. For other models, window_nll measures the harm."
+            "a hybrid. For other models, window_nll measures the excess loss."
         )
     array = check_tokens(tokens, reader.vocabulary, 2 * training_length)
     length = array.shape[1] - 1
@@ -93,13 +93,13 @@ def attention_apart(
             state, keys = reader.begin(reader.model.first_state(rows.stop - rows.start))
             zero, start = state, 0
             for number, border in enumerate(places):
-                for piece in chunk_borders(border, chunk, (), start):
-                    _, (state, keys) = reader.read(ids(rows, *piece), (state, keys), 1)
+                for begin_and_stop in chunk_borders(border, chunk, (), start):
+                    _, (state, keys) = reader.read(ids(rows, *begin_and_stop), (state, keys), 1)
                 start = border
-                for case, kept in enumerate([(state, keys), (state, None), (zero, keys), (zero, None)]):
+                for case, context in enumerate([(state, keys), (state, None), (zero, keys), (zero, None)]):
                     read, end = ids(rows, border, border + training_length), border + training_length + 1
                     targets = array[rows, end - training_length // 2 : end].astype(np.int64)
-                    nlls[case, rows, number] = _mean_nll(reader, kept, read, torch.from_numpy(targets))
+                    nlls[case, rows, number] = _mean_nll(reader, context, read, torch.from_numpy(targets))
     if not np.isfinite(nlls).all():
         raise ValueError(
             f"The NLL is NaN or infinite within {training_length} tokens after a border of {places}: the model "
@@ -123,9 +123,9 @@ def _places(borders: Sequence[int] | None, length: int, training_length: int) ->
     return places
 
 
-def _mean_nll(reader: StateReader, kept: tuple[Any, Any], ids: torch.Tensor, targets: torch.Tensor) -> np.ndarray:
+def _mean_nll(reader: StateReader, context: tuple[Any, Any], ids: torch.Tensor, targets: torch.Tensor) -> np.ndarray:
     """NLL (B,) of the last targets (B, n) of `ids`, read after a state and keys, either of which may be None."""
-    state, keys = kept
+    state, keys = context
     cache = reader.fork((state, keys or reader.begin()[1]))
     logits, _ = reader.read(ids, cache, targets.shape[1])
     nll = F.cross_entropy(logits.mT.double(), targets.to(logits.device), reduction="none").mean(1)
@@ -135,7 +135,7 @@ def _mean_nll(reader: StateReader, kept: tuple[Any, Any], ids: torch.Tensor, tar
 def attention_harm(
     model: nn.Module, tokens: Tokens, training_length: int, settings: EvaluationSettings = DEFAULTS
 ) -> AttentionHarm:
-    """The harm of long states and of long attention alone, at two borders per doubling beyond T."""
+    """The excess loss from long states and from long attention alone, at two borders per doubling beyond T."""
     last = int(tokens.shape[1]) - 1 - training_length
     borders = [place for place in sample_positions(max(last, 1), training_length) if place >= training_length]
     options: Any = {"batch_size": settings.batch_size, "progress": settings.progress}

@@ -1,8 +1,8 @@
-"""The harm of a long context in a hybrid whose attention has a window, by window.
+"""Excess loss from context in a hybrid, by window of attention.
 
-The whole text is read once for each window of W keys. Harm is the NLL of a token in it minus the NLL of the same token
-given at most T tokens of context and all their keys (`context_harm/windows.py`), so that what a small window loses
-counts as harm, too.
+The whole text is read once for each window of W tokens. Excess loss is the NLL of a token in it minus the NLL of the
+same token given at most T tokens of context with full attention (`context_harm/windows.py`), so that what a small
+window loses counts, too.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ FRACTIONS = (0.25, 0.5, 1, 2, 4)
 """Windows that are measured by default, in training lengths."""
 
 
-def windows_to_read(model: nn.Module, training_length: int, length: int, others: Sequence[int] = ()) -> list[int]:
-    """T/4, T/2, T, 2T, 4T, the model's own window and others, of those that are shorter than texts."""
-    chosen = {int(share * training_length) for share in FRACTIONS} | {attention_window(model), *others}
+def windows_to_read(model: nn.Module, training_length: int, length: int, further: Sequence[int] = ()) -> list[int]:
+    """T/4, T/2, T, 2T, 4T, the window of the model and further ones, of those that are shorter than texts."""
+    chosen = {int(share * training_length) for share in FRACTIONS} | {attention_window(model), *further}
     return sorted(window for window in chosen if window and window < length)
 
 
@@ -35,13 +35,13 @@ def attention_window_harm(
     windows: Sequence[int | None] | None = None,
     settings: EvaluationSettings = DEFAULTS,
 ) -> WindowHarm:
-    """Measure what windows of attention do to the harm of a long context; one forward pass per token and window.
+    """Measure excess loss from context by window of attention; one forward pass per token and window.
 
     Args:
-        model: A hybrid: `stateful(model)` with attention layers. Its own window is left as it was.
+        model: A hybrid: `stateful(model)` with attention layers. The window in its config stays as it was.
         tokens: Token ids (S, L + 1), with L > T.
         training_length: T in tokens.
-        windows: Numbers of keys, None for all, which are measured in any case; by default T/4, T/2, T, 2T and 4T.
+        windows: Numbers of tokens, by default T/4, T/2, T, 2T and 4T; None, full attention, is always measured.
         settings: Confidence, progress, and texts and tokens per forward pass.
 
     Raises:

@@ -12,14 +12,14 @@ move by one standard deviation of training, or if the standard deviation doubles
 
 The null level of a head compares one half of the sequences at one reference position with the other half pooled over
 all reference positions. It is the largest such distance over positions and several random halves. It is too small for
-a head that changes more slowly than over T/2 tokens. So a head drifts if its mean distance over the last octave of
-positions is
+a head that changes more slowly than over T/2 tokens. So a head drifts if its mean distance over the last doubling of
+the position is
 
 - above its null level;
 - above 1, which is the distance of a head whose state had become a constant, its mean in training;
 - not due to a few texts: the distances of single sequences from D_ref rise from the reference positions to the last
-  octave, with the lower bound of their paired t-interval over sequences. The confidence is shared by all intervals of
-  the model (Bonferroni).
+  doubling, with the lower bound of their paired t-interval over sequences. The confidence is shared by all intervals
+  of the model (Bonferroni).
 
 Fewer than FEWEST_SEQUENCES sequences cannot decide the last condition, so no head is said to drift then. A text
 that is not random, such as one repeated token, needs no halves and no intervals: its null level is the largest
@@ -28,8 +28,8 @@ distance of a training position from D_ref, and the last condition does not appl
 
 Standard deviations count as at least SMALLEST_STD of the magnitude of a head's elements in training, so that rounding
 is not a drift. Permuting elements inside a head does not change the distance. Models trained with carried states have
-seen more than (T/2, T]; for them the distance is an upper bound of what is new. Whether a drifting head does harm is
-measured by `patching.py`.
+seen more than (T/2, T]; for them the distance is an upper bound of what is new. `patching.py` measures whether
+drifting heads cause excess loss.
 """
 
 import functools
@@ -57,8 +57,8 @@ class Drift(NamedTuple):
     Attributes:
         distance: (n, U), in standard deviations of the reference.
         null: (U,): the largest distance among training positions.
-        late: (U,): mean distance over the last octave of positions.
-        drifts: (U,): whether the unit drifts, as defined in this module.
+        late: (U,): mean distance over the last doubling of the position.
+        drifts: (U,): whether the unit drifts.
         leaves_at: For each drifting unit, the first position beyond the training length from which on the distance
             stays above `null` and the smallest drift; None if there is none.
     """
@@ -153,8 +153,8 @@ def _drift(
             rest = pooled(inside, other)
             null = np.maximum(null, np.max([_wasserstein(pooled([n], one), rest) for n in inside], 0) / scale)
         coarse = pooled_levels(np.moveaxis(sketch[inside], 2, 0), layer.masses, np.cumsum([0.0, *layer.masses]))
-        own = np.sqrt((sketch - coarse) ** 2 @ layer.masses) / scale  # of each sequence, (n, S, U)
-        rise = t_interval(own[late].mean(0) - own[inside].mean(0), confidence).low
+        single = np.sqrt((sketch - coarse) ** 2 @ layer.masses) / scale  # of each sequence, (n, S, U)
+        rise = t_interval(single[late].mean(0) - single[inside].mean(0), confidence).low
         assert rise is not None  # there are two sequences
         shown = (rise > 0) & (sequences >= FEWEST_SEQUENCES)
     threshold = np.maximum(null, smallest)
@@ -180,10 +180,10 @@ def pooled_std(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
 
 
 def pooled_levels(atoms: np.ndarray, masses: np.ndarray, edges: np.ndarray | None = None) -> np.ndarray:
-    """Means of the quantile function between levels, (U, pieces), of distributions pooled from equally weighted parts.
+    """Means of the quantile function between levels, (U, intervals), of distributions pooled from parts of one weight.
 
     `atoms` (U, ..., G) are the values of each part, `masses` (G,) their shares, `edges` the levels from 0 to 1. By
-    default there are LEVELS pieces, narrower at the ends.
+    default there are LEVELS intervals, narrower at the ends.
     """
     edges = _edges() if edges is None else edges
     weights = np.broadcast_to(masses, atoms.shape[1:]).reshape(-1)
@@ -200,7 +200,7 @@ def pooled_levels(atoms: np.ndarray, masses: np.ndarray, edges: np.ndarray | Non
 
 @functools.cache
 def _edges() -> np.ndarray:
-    """Edges from 0 to 1 of LEVELS pieces: geometric at the ends, from 1/1024 to 1/12, and even between them."""
+    """Edges from 0 to 1 of LEVELS intervals: geometric at the ends, from 1/1024 to 1/12, and even between them."""
     tail = np.geomspace(1 / 1024, 1 / 12, LEVELS // 4)
     return np.concatenate(
         [[0.0], tail, np.linspace(tail[-1], 1 - tail[-1], LEVELS // 2 + 1)[1:-1], 1 - tail[::-1], [1.0]]
@@ -208,5 +208,5 @@ def _edges() -> np.ndarray:
 
 
 def _wasserstein(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """W2 of distributions given by `pooled_levels`, (U,)."""
+    """W2 of distributions from `pooled_levels`, (U,)."""
     return np.asarray(np.sqrt(((one - other) ** 2 * np.diff(_edges())).sum(1)))

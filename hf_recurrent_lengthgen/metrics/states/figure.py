@@ -66,11 +66,11 @@ def state_mean_figure(diagnoses: Diagnoses) -> Figure:
 
 
 def retention_figure(diagnoses: Diagnoses) -> Figure:
-    """What each head retains of the first token, alpha_{2:n}, by position (Chen et al., 2024, Figure 3); heads whose
-    scan is not known are left out."""
+    """The retention of the first token in each head, alpha_{2:n}, by position (Chen et al., 2024, Figure 3); heads
+    whose scan is not known are left out."""
     explanation = f"1: all of what the token wrote; 0: nothing.\n{ORANGE}"
     curves: dict[str, Curve] = {"": lambda _, head: [math.exp(log) for log in head.log_retention or ()]}
-    title = "How much of the first token a head still holds"
+    title = "Retention of the first token in each head"
     return _curves_figure(diagnoses, curves, title, explanation, "share", _shares)
 
 
@@ -227,7 +227,7 @@ def patching_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
         "",
         [0.27 * len(patching.groups) for patching in patchings],
         left=1.3,
-        beside=165.0,
+        beside=190.0,
     )
     low, high = _limits(
         estimate
@@ -288,7 +288,7 @@ def attention_windows_figure(diagnoses: Diagnoses, unit: str = "token") -> Figur
     """Excess loss by window of attention in each hybrid, with its band; the last place is full attention."""
     explanation = "Dot: largest window that is not worse than the best"
     figure, panels = _panels(diagnoses, "Excess loss by window of attention", explanation, f"nats per {unit}")
-    results = [found.attention.windows for found in diagnoses.values() if found.attention and found.attention.windows]
+    results = [each.attention.windows for each in diagnoses.values() if each.attention and each.attention.windows]
     low, high = _limits(value for result in results for value in result.harm)
     numbers = [window for result in results for window in result.windows if window is not None]
     everything = 2 * max(numbers, default=1)

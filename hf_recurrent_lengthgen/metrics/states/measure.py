@@ -68,7 +68,7 @@ def diagnose_states(
         tokens: Token ids (S, L + 1): S >= 2 texts of L > training_length positions. Heads can be said to drift with
             `FEWEST_SEQUENCES` texts or more.
         training_length: Tokens per training sequence, T.
-        settings: Confidence, rows and tokens per forward pass, progress.
+        settings: Confidence, sequences and tokens per forward pass, progress.
         patched_heads: Number of heads that are exchanged one by one, largest distance first; 0 for no patching.
 
     Raises:
@@ -86,7 +86,7 @@ def diagnose_states(
 
 
 def measure_states(task: Measurement) -> StateDiagnosis:
-    """The states in the stream of the evaluation; cached before and after what follows it."""
+    """The states in the stream of the evaluation, then exchanges and windows; both are cached."""
     settings = task.settings
     assert isinstance(settings, DiagnosisSettings)
     if not isinstance(task.reader, StateReader):
@@ -103,8 +103,8 @@ def measure_states(task: Measurement) -> StateDiagnosis:
     read = windows_to_read(task.model, task.training_length, task.length, settings.attention_windows)
 
     def windows() -> WindowHarm:
-        """Measured once for a model, whatever its own window."""
-        model = task.key["model"] | {"config": config_digest(task.model.config, but="attention_window")}
+        """Measured once for a model, whatever the window in its config."""
+        model = task.key["model"] | {"config": config_digest(task.model.config, without="attention_window")}
         sweep = functools.partial(attention_window_harm, task.model, task.tokens, task.training_length, read, settings)
         return task.kept("windows of attention", WindowHarm, sweep, model=model, windows=read)
 
@@ -129,8 +129,8 @@ def describe_states(
     recurrent = [layer for layer in trajectory.layers if layer.recurrent is not None]
     if not recurrent:
         raise ValueError(
-            f"{type(model).__name__} has no recurrent state that could drift: it only carries the inputs of "
-            "convolutions, which hold its last tokens."
+            f"{type(model).__name__} has no recurrent state that could drift: it only carries the last inputs of its "
+            "convolutions."
         )
     drifts = state_drift(trajectory, training_length, confidence=confidence, fixed=fixed)
     layers = enumerate(zip(trajectory.layers, drifts, strict=True))
@@ -157,10 +157,8 @@ def with_exchanges(
     settings: EvaluationSettings,
     windows: Callable[[], WindowHarm],
 ) -> StateDiagnosis:
-    """The diagnosis of `describe_states` with patching, and in hybrids with the harm of attention apart and by window.
-
-    `windows` measures the latter. What could not be measured has its reason in `left_out`.
-    """
+    """The diagnosis of `describe_states` with patching, and in hybrids with the excess loss from attention and by
+    window, which `windows` measures. What could not be measured has its reason in `left_out`."""
     attends, left_out = getattr(model, "attends", False), list(states.left_out)
     attention = patching = None
     if attends:
@@ -168,10 +166,10 @@ def with_exchanges(
             attention = attention_harm(model, tokens, states.training_length, settings)
             attention = dataclasses.replace(attention, windows=windows())
         except ValueError as error:
-            what = "of long states was not measured apart from that of long attention"
+            what = "from long states was not measured apart from that from long attention"
             if attention is not None:
                 what = "with windows of attention was not measured"
-            left_out.append(f"The harm {what}: {error}")
+            left_out.append(f"The excess loss {what}: {error}")
     if patched_heads:
         order = [(head.layer, head.head) for head in states.ranking]
         groups = patched_groups(order, len(states.drifting), patched_heads)
@@ -185,14 +183,14 @@ def with_exchanges(
 
 
 def patched_groups(order: Sequence[Head], drift: int, alone: int) -> dict[str, Heads]:
-    """The groups of heads (layer, head) to exchange: the first `drift` together, which drift, all others together, and
+    """The groups of heads (layer, head) to exchange: the first `drift` together, which drift, the rest together, and
     the first `alone` heads one by one."""
-    drifting, others = order[:drift], order[drift:]
+    drifting, rest = order[:drift], order[drift:]
     groups: dict[str, Heads] = {}
     if drifting:
         groups[f"the {len(drifting)} that drift" if len(drifting) > 1 else "the one that drifts"] = drifting
-    if others:
-        groups[f"the {len(others)} others" if drifting else f"all {len(others)}"] = others
+    if rest:
+        groups[f"the {len(rest)} others" if drifting else f"all {len(rest)}"] = rest
     return groups | {f"layer {layer}, head {head}": [(layer, head)] for layer, head in order[:alone]}
 
 
@@ -233,7 +231,7 @@ def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: in
         return reasons
     reason = "their scans are not known to this package"
     if why := getattr(model.config, "why_not_forget", ""):
-        reason = f"{why} (lengthgen maps shows what is left of each token of a short text)"
+        reason = f"{why} (lengthgen maps shows the retention of each token of a short text)"
     if Forgetting.of(model.config).in_recurrence:
         reason = "the model is made to forget, so its scans get other inputs than its layers computed"
     return [*reasons, f"Retention was not measured in {unread} of {len(layers)} layers: {reason}."]

@@ -1,17 +1,17 @@
-"""Which heads do the harm: the states of some heads are exchanged for other states of the same text.
+"""Which heads cause the excess loss: the states of some heads are exchanged for other states of the same text.
 
 At position n of a long text, the whole context gives the state h, and its last n' tokens alone give the state h'. The
 next W tokens are read from h and from h', with n' + W <= T, so that the context of h' stays within the training length
-T. Harm is the NLL from h minus the NLL from h'. Then, for some heads at a time:
+T. Excess loss is the NLL from h minus the NLL from h'. Then, for some heads at a time:
 
-    restored = NLL from h, minus NLL from h with these heads taken from h'     (the harm that goes with them)
-    broken   = NLL from h' with these heads taken from h, minus NLL from h'    (the harm that they do alone)
+    restored = NLL from h, minus NLL from h with these heads taken from h'     (the excess loss that they remove)
+    broken   = NLL from h' with these heads taken from h, minus NLL from h'    (the excess loss that they add alone)
 
 If several heads fail at once, restoring one may change little, while breaking one shows its effect. So shares of the
-harm need not add up to 1. Only the recurrent part is exchanged head by head.
+excess loss need not add up to 1. Only the recurrent part is exchanged head by head.
 
-In a hybrid, h and h' also hold the keys and values of the attention layers after the same tokens. All of them together
-are one more thing that can be exchanged, which also moves the positions: "attention" in place of a head.
+In a hybrid, h and h' also hold the keys and values of the attention layers after the same tokens. They can be
+exchanged all together, which also moves the positions: "attention" in place of a head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -83,11 +83,11 @@ def patch_heads(
     check_training_length(training_length)
     array = check_tokens(tokens, reader.vocabulary, training_length + 1)
     width = max(1, min(training_length // 2, array.shape[1] - 1 - training_length))
-    position, kept = array.shape[1] - 1 - width, training_length - width
+    position, short_length = array.shape[1] - 1 - width, training_length - width
     _check_groups(groups, reader)
     after = array[:, position : position + width + 1]
     nll = np.empty((2 + 2 * len(groups), len(array)))
-    total = len(array) * (position + kept + len(nll) * width)
+    total = len(array) * (position + short_length + len(nll) * width)
     together = len(array)
     if not reader.carried_by_row:  # then no more rows than can carry their keys at once
         together, _ = reading_plan(reader, len(array), position, batch_size, None)
@@ -96,11 +96,11 @@ def patch_heads(
         for first in range(0, len(array), together):
             rows = slice(first, min(first + together, len(array)))
             full = _cache_after(reader, array[rows, : position + 1], batch_size, bar, first)
-            short = _cache_after(reader, array[rows, position - kept : position + 1], batch_size, bar, first)
+            short = _cache_after(reader, array[rows, position - short_length : position + 1], batch_size, bar, first)
             for index, cache in enumerate(_variants(full, short, groups)):
                 nll[index, rows] = _nll_from(reader, cache, after[rows], batch_size, bar)
             del full, short, cache  # before the next rows fill theirs
-    return Patching(position, kept, width, nll[0], nll[1], nll[0] - nll[2::2], nll[3::2] - nll[1])
+    return Patching(position, short_length, width, nll[0], nll[1], nll[0] - nll[2::2], nll[3::2] - nll[1])
 
 
 def _variants(full: Any, short: Any, groups: Sequence[Heads]) -> Iterator[Any]:
@@ -136,9 +136,9 @@ def exchange(state: RecurrentState, other: RecurrentState, heads: Sequence[Head]
 def _check_groups(groups: Sequence[Heads], reader: Reader) -> None:
     state = reader.model.zero_state(1)
     units = [as_units(layer.recurrent).shape[1] if layer.recurrent[0].numel() else 0 for layer in state]
-    there: set[Head | str] = {(layer, unit) for layer, count in enumerate(units) for unit in range(count)}
-    there |= set() if reader.carried_by_row else {"attention"}
-    if unknown := {place for group in groups for place in group} - there:
+    possible: set[Head | str] = {(layer, unit) for layer, count in enumerate(units) for unit in range(count)}
+    possible |= set() if reader.carried_by_row else {"attention"}
+    if unknown := {place for group in groups for place in group} - possible:
         raise ValueError(
             f"A group holds heads (layer, head), of which the layers of {reader.name} have {units}, and "
             f'"attention" in models with attention layers; got {unknown}.'
@@ -152,9 +152,9 @@ def _cache_after(reader: Reader, rows: np.ndarray, batch_size: int | None, bar: 
     for first in range(0, len(rows), batch):
         part = rows[first : first + batch]
         origins = [(sequence + first + row, 0) for row in range(len(part))]
-        for piece in stream_chunks(reader, part, chunk, None, origins):
-            bar.update(piece.nll.numel())
-        caches.append(piece.cache)
+        for read in stream_chunks(reader, part, chunk, None, origins):
+            bar.update(read.nll.numel())
+        caches.append(read.cache)
     return caches[0] if len(caches) == 1 else reader.join_rows(caches)
 
 
@@ -165,9 +165,9 @@ def _nll_from(reader: StateReader, cache: Any, rows: np.ndarray, batch_size: int
     for first in range(0, len(rows), batch):
         part = slice(first, min(first + batch, len(rows)))
         before = reader.fork(cache) if part == slice(0, len(rows)) else reader.take_rows(cache, part)
-        pieces = []
-        for piece in stream_chunks(reader, rows[part], chunk, cache=before):
-            pieces.append(piece.nll)
-            bar.update(piece.nll.numel())
-        losses.append(torch.cat(pieces, 1).double().mean(1).cpu().numpy())
+        nlls = []
+        for read in stream_chunks(reader, rows[part], chunk, cache=before):
+            nlls.append(read.nll)
+            bar.update(read.nll.numel())
+        losses.append(torch.cat(nlls, 1).double().mean(1).cpu().numpy())
     return np.concatenate(losses)

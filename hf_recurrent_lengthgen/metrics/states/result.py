@@ -24,8 +24,8 @@ class HeadStates:
         log_retention: Of `trajectory.InputStatistics`, mean over sequences; None if the layer's scan is not known.
         mean: Mean over all sequences and all elements.
         largest: Magnitude of the largest element: far above `std` if few channels explode (Chen et al., Figure 6).
-        inputs: The others of `trajectory.InputStatistics` that are known, "step", "key" and "value" among them
-            (Figure 7: Delta_t, B_t, x_t), mean over sequences.
+        inputs: The rest of `trajectory.InputStatistics`, if known, "step", "key" and "value" among them (Figure 7:
+            Delta_t, B_t, x_t), mean over sequences.
     """
 
     layer: int
@@ -73,7 +73,7 @@ class StateRank:
 
 @dataclass(frozen=True)
 class PatchedHeads:
-    """An exchange of some heads, given as (layer, head), or, without heads, of the keys and values of attention.
+    """An exchange of some heads (layer, head), or, without heads, of the keys and values of attention.
 
     `restored` is the decrease of the NLL if only they are taken from the short context, `broken` the increase if only
     they are taken from the long one.
@@ -104,11 +104,11 @@ class HeadPatching:
 
     @property
     def harmful(self) -> bool:
-        """Whether the lower bound of the harm is above zero; only then do shares of it have a meaning."""
+        """Whether the lower bound of the excess loss is above zero; only then do shares of it have a meaning."""
         return self.harm.low is not None and self.harm.low > 0
 
     def share(self, estimate: Estimate) -> float | None:
-        """`restored` or `broken` of a group as a share of the harm; None if there is no harm."""
+        """`restored` or `broken` of a group as a share of the excess loss; None if there is none."""
         return estimate.mean / self.harm.mean if self.harmful else None
 
 
@@ -119,10 +119,11 @@ AS_GOOD = 0.01
 @document("window_harm")
 @dataclass(frozen=True)
 class WindowHarm:
-    """Harm of a long context by window of attention, in nats per token (`attention_windows.py`).
+    """Excess loss from context by window of attention, in nats per token (`attention_windows.py`).
 
-    Entry i was read with `windows[i]` keys, the last with all (None): `harm` over the positions `last_range`
-    ([start, stop)), and the loss `inside` the training length minus that with all keys.
+    Entry i was read with a window of `windows[i]` tokens, the last with full attention (None): `harm`, the excess loss
+    over the positions `last_range` ([start, stop)), and the loss `inside` the training length minus that with full
+    attention.
     """
 
     last_range: tuple[int, int]
@@ -132,7 +133,7 @@ class WindowHarm:
 
     @property
     def best(self) -> int | None:
-        """The largest window as good as any, which costs nothing inside the training length; None for all keys."""
+        """The largest window not worse than the best, at no cost inside the training length; None: full attention."""
         within = [
             (window, harm.mean)
             for window, harm, inside in zip(self.windows, self.harm, self.inside, strict=True)
@@ -142,16 +143,15 @@ class WindowHarm:
         return [window for window, harm in within if harm <= least + AS_GOOD][-1]
 
     def at(self, window: int | None) -> Estimate:
-        """Harm with one of the windows."""
         return self.harm[self.windows.index(window)]
 
 
 @dataclass(frozen=True)
 class AttentionHarm:
-    """Harm of long recurrent states and of long attention, each alone, in nats per token (`attention.py`).
+    """Excess loss from long recurrent states and from long attention, each alone, in nats per token (`attention.py`).
 
-    Entry i is measured after `borders[i]` tokens, compared with the same tokens read from neither; `both` is the harm
-    of both together. `windows` has what windows of attention make of the harm.
+    Entry i is measured after `borders[i]` tokens, compared with the same tokens read from neither; `both` is that from
+    both together. `windows` has the excess loss by window of attention.
     """
 
     borders: tuple[int, ...]
@@ -161,7 +161,7 @@ class AttentionHarm:
     windows: WindowHarm | None = None
 
     def best_window(self, training_length: int) -> int | None:
-        """The window that takes most of the harm away, T if none was measured; None if it is not attention's."""
+        """The window that removes most of the excess loss, T if none was measured; None if it is not attention's."""
         if self.attention[-1].mean <= max(self.recurrent[-1].mean, 0.5 * self.both[-1].mean):
             return None
         return training_length if self.windows is None else self.windows.best
@@ -205,7 +205,7 @@ class StateDiagnosis(PartResult):
 
     @property
     def ranking(self) -> tuple[HeadStates, ...]:
-        """All heads: drifting heads first, both kinds by decreasing distance in the last octave."""
+        """All heads: drifting heads first, both kinds by decreasing distance in the last doubling of the position."""
         return tuple(sorted(self.heads, key=lambda head: (not head.drifts, -head.late_distance)))
 
     @property

@@ -1,7 +1,7 @@
-"""What is said of states, and the states as a part of a diagnosis: which heads drift, what they hold, and their harm.
+"""The states as a part of a diagnosis, and sentences about them: which heads drift, and the excess loss from them.
 
-A share of the harm counts as shown if the lower bound of its interval is above zero; that of the worst of several
-heads, if it is with one confidence for all of them.
+A share of the excess loss counts as shown if the lower bound of its interval is above zero; that of the worst of
+several heads, if it is with one confidence for all of them.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def _counted(states: StateDiagnosis) -> str:
 
 
 def patching_text(states: StateDiagnosis, unit: str) -> str:
-    """The harm of what is carried over a long context, and the heads with which it goes away."""
+    """The excess loss from the carried state, and the heads that remove it."""
     patching = states.patching
     if patching is None:
         return ""
@@ -99,7 +99,7 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
     }
     shares = [f"{name} {harm_share_text(patching, group.restored)}" for name, group in exchanged.items() if group]
     if shares:
-        sentences.append(f"Share of it that goes away with the short context's: {', '.join(shares)}.")
+        sentences.append(f"Share of it that the short context's remove: {', '.join(shares)}.")
     alone = list({group.heads: group for group in patching.groups if len(group.heads) == 1}.values())
     worst = max(alone, key=lambda group: group.broken.mean) if len(alone) > 1 else None
     low = [group.broken.low for group in alone if group.broken.low is not None] or None
@@ -135,7 +135,6 @@ def _group_of(states: StateDiagnosis, heads: Sequence[HeadStates]) -> PatchedHea
 
 
 def attention_text(states: StateDiagnosis, unit: str) -> str:
-    """What long states and long attention of a hybrid do, each alone and both together."""
     harm = states.attention
     if harm is None:
         return ""
@@ -149,7 +148,6 @@ def attention_text(states: StateDiagnosis, unit: str) -> str:
 
 
 def windows_text(states: StateDiagnosis, unit: str) -> str:
-    """What a window of attention makes of the harm in a hybrid."""
     windows = None if states.attention is None else states.attention.windows
     if windows is None:
         return ""
@@ -165,8 +163,8 @@ def windows_text(states: StateDiagnosis, unit: str) -> str:
         less = f"removes more than {AS_GOOD} of it at no cost inside the training length"
         return f"{harm}; no window of attention ({measured}) {less}."
     return (
-        f"{harm}, with a window of {best:,} keys {interval_text(windows.at(best), sign=True)}: the largest of "
-        f"{measured} that is not worse than the best. It needs no training (attention_window={best})."
+        f"{harm}, with a window of the last {best:,} tokens {interval_text(windows.at(best), sign=True)}: the largest "
+        f"of {measured} that is not worse than the best. It requires no training (attention_window={best})."
     )
 
 
@@ -202,12 +200,11 @@ def _facts(states: StateDiagnosis) -> dict[str, str]:
         windows = harm.windows
         if windows is not None and _shown(windows.at(None)) and (best := windows.best) is not None:
             left = number_text(windows.at(best).mean, "+.3f")
-            facts[f"Excess loss with a window of {best:,} keys"] = f"{left} nats"
+            facts[f"Excess loss with a window of {best:,} tokens"] = f"{left} nats"
     return facts
 
 
 def _reason(states: StateDiagnosis, status: Status) -> str:
-    """The explanation of a verdict by the states, in clauses."""
     clauses = [_drift_reason(states, status)]
     if (harm := states.attention) is not None:
         recurrent, attention = (number_text(values[-1].mean, "+.2f") for values in (harm.recurrent, harm.attention))
@@ -228,7 +225,7 @@ def _drift_reason(states: StateDiagnosis, status: Status) -> str:
     named = f"{drifting[0].name}{'' if one else ' the furthest'}"
     left = left_text(states)
     clause = f"{left} ({clause}, {named})" if left else f"{clause}{': ' if one else ', '}{named}"
-    if status == "holds":
+    if status == "generalizes":
         return f"{clause}, without excess loss"
     if patching is None or group is None or not patching.harmful:
         return clause
@@ -292,8 +289,8 @@ STATES = Part(
         ),
         "attention_harm": Picture(
             lambda result, _, unit: attention_harm_figure(result, unit),
-            "Excess loss from what the recurrent layers and what the attention layers keep of a long text, each alone "
-            "and together. Above zero, the long context makes predictions worse.",
+            "Excess loss from the states and from the keys and values of a long text, each alone and together. Above "
+            "zero, the long context makes predictions worse.",
             lambda result: result.attention is not None,
             bands=True,
         ),
@@ -314,7 +311,7 @@ STATES = Part(
         ),
         "state_retention": Picture(
             lambda result, *_: retention_figure(result),
-            "A head that still holds the first token accumulates what it reads instead of replacing it.",
+            "A head that retains the first token accumulates its inputs instead of replacing them.",
             lambda result: any(head.log_retention for head in result.heads),
         ),
         "state_rank": Picture(

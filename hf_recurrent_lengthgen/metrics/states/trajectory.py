@@ -39,7 +39,7 @@ SKETCHED_ELEMENTS = 256
 RANK_TOLERANCE, RANKED_MATRICES = 1e-4, 1024
 """Epsilon of effective ranks, and about how many are taken at a position: in a large model, of the first texts."""
 SKETCH_SIZES = (1, 1, 2, 4, 8, *[16] * 14, 8, 4, 2, 1, 1)
-"""Sizes of the groups of sorted elements whose means are kept: smaller at the ends, where outliers are."""
+"""Sizes of the groups of sorted elements whose means are stored: smaller at the ends, where outliers are."""
 
 
 def sample_positions(length: int, training_length: int) -> tuple[int, ...]:
@@ -50,8 +50,8 @@ def sample_positions(length: int, training_length: int) -> tuple[int, ...]:
     """
     early = [2**k for k in range(training_length.bit_length()) if 2**k < training_length / 2]
     inside = [math.ceil(training_length * k / 8) for k in range(4, 9)]
-    octaves = max(0.0, math.log2(length / training_length))
-    later = [round(training_length * 2 ** (k / 2)) for k in range(1, math.ceil(octaves * 2))]
+    doublings = max(0.0, math.log2(length / training_length))
+    later = [round(training_length * 2 ** (k / 2)) for k in range(1, math.ceil(doublings * 2))]
     return tuple(sorted({position for position in (*early, *inside, *later) if position < length} | {length}))
 
 
@@ -126,7 +126,7 @@ def as_units(recurrent: Tensor) -> Tensor:
 
 
 def matrices_of(recurrent: Tensor, conv: Tensor) -> Tensor:
-    """The matrices (B, M, P, N) of a layer's state: of heads, or in Mamba-1 one (D, N); no others (xLSTM's)."""
+    """The matrices (B, M, P, N) of a layer's state: of heads, or in Mamba-1 one (D, N); none of xLSTM."""
     if recurrent.ndim == 3 and recurrent.shape[1] == conv.shape[1]:  # the D channels of Mamba-1
         return recurrent[:, None]
     return recurrent if recurrent.ndim == 4 else recurrent.new_empty(len(recurrent), 0, 1, 1)
@@ -169,7 +169,7 @@ class StateObserver:
         ]
         self._ranked = max(1, RANKED_MATRICES // max(1, sum(matrices_of(*layer[:2]).shape[1] for layer in zero)))
         self._seen = np.zeros((len(positions), sequences), dtype=bool)
-        self._kept: dict[str, np.ndarray] = {}
+        self._stored: dict[str, np.ndarray] = {}
         self._calls: dict[int, list[ScanSums]] = {}
         self._running: dict[str, Tensor] = {}
         self._recording = ExitStack()
@@ -201,27 +201,27 @@ class StateObserver:
         for layer, (layout, state) in enumerate(zip(self._layouts, chunk.state, strict=True)):
             if layout.units:
                 units = as_units(state[0])
-                self._keep(f"{layer}.recurrent", place, rows, _statistics(units))
+                self._store(f"{layer}.recurrent", place, rows, _statistics(units))
                 ordered = units[..., layout.sketched.to(units.device)].sort(-1).values
-                self._keep(f"{layer}.recurrent", place, rows, {"sketch": ordered @ layout.groups.to(ordered)})
-                self._keep(f"{layer}.inputs", place, rows, self._inputs(layer, layout.units))
+                self._store(f"{layer}.recurrent", place, rows, {"sketch": ordered @ layout.groups.to(ordered)})
+                self._store(f"{layer}.inputs", place, rows, self._inputs(layer, layout.units))
             if (few := matrices_of(*state[:2])[: max(0, self._ranked - first_sequence)]).numel():
                 first = slice(first_sequence, first_sequence + len(few))
-                self._keep(str(layer), place, first, {"ranks": effective_ranks(few)})
+                self._store(str(layer), place, first, {"ranks": effective_ranks(few)})
             if layout.conv:
                 parts = [
                     _statistics(part.flatten(1)[:, None]) for part in state[1].split(list(layout.conv.values()), 1)
                 ]
                 joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
-                self._keep(f"{layer}.conv", place, rows, joined)
+                self._store(f"{layer}.conv", place, rows, joined)
         self._running = {name: total for name, total in self._running.items() if name.endswith("retained")}
         self._seen[place, rows] = True
 
-    def _keep(self, part: str, place: int, rows: slice, values: dict[str, Tensor]) -> None:
+    def _store(self, part: str, place: int, rows: slice, values: dict[str, Tensor]) -> None:
         for name, value in values.items():
             array = value.cpu().numpy()
             size = (*self._seen.shape, *array.shape[1:])
-            self._kept.setdefault(f"{part}.{name}", np.zeros(size, array.dtype))[place, rows] = array
+            self._stored.setdefault(f"{part}.{name}", np.zeros(size, array.dtype))[place, rows] = array
 
     def _add_calls(self, begins: bool, tokens: int) -> None:
         """Add up the recorded inputs of the scans in a chunk."""
@@ -264,21 +264,21 @@ class StateObserver:
         return StateTrajectory(self.positions, tuple(map(self._layer, range(len(self._layouts)), self._layouts)))
 
     def _layer(self, layer: int, layout: "_Layout") -> LayerTrajectory:
-        def kept(part: str, kind: type[Any]) -> Any:
+        def statistics(part: str, kind: type[Any]) -> Any:
             """The statistics of a part; None if there are none."""
-            entries = {name: self._kept.get(f"{layer}.{part}.{name}") for name in kind._fields}
+            entries = {name: self._stored.get(f"{layer}.{part}.{name}") for name in kind._fields}
             return kind(**entries) if any(entry is not None for entry in entries.values()) else None
 
-        ranks = self._kept.get(f"{layer}.ranks")
+        ranks = self._stored.get(f"{layer}.ranks")
         return LayerTrajectory(
             layout.unit,
             layout.shape,
-            kept("recurrent", PartStatistics),
-            self._kept.get(f"{layer}.recurrent.sketch"),
+            statistics("recurrent", PartStatistics),
+            self._stored.get(f"{layer}.recurrent.sketch"),
             layout.groups.count_nonzero(0).numpy() / max(1, len(layout.groups)),
             tuple(layout.conv),
-            kept("conv", PartStatistics),
-            kept("inputs", InputStatistics),
+            statistics("conv", PartStatistics),
+            statistics("inputs", InputStatistics),
             None if ranks is None else ranks[:, : self._ranked],
         )
 

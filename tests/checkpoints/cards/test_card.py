@@ -42,7 +42,7 @@ def test_the_metadata_is_what_the_hubs_own_loader_reads(intervention: Path, work
     inside = results["Perplexity per byte inside the training length of 8"]
     assert inside.metric_type == "perplexity"
     assert inside.metric_value == pytest.approx(math.exp(found["in_window"]["loss"]["mean"]))
-    harm = results["Harm of the context beyond 8 bytes at positions 32 to 64 (nats per byte)"]
+    harm = results["Excess loss from context beyond 8 bytes at positions 32 to 64 (nats per byte)"]
     assert harm.metric_value == pytest.approx(found["harm"]["last"]["mean"])
     assert (harm.dataset_name, harm.dataset_type, harm.dataset_split) == ("text.txt", "text.txt", "train")
     curve = found["position_wise"]["fine"]
@@ -66,7 +66,7 @@ def test_the_tables_show_the_numbers_of_the_result_file(intervention: Path, work
 
     assert "|  | **this model** | base |" in text
     assert rows["Loss inside it"].endswith(f"| {cells(lambda found: found['in_window']['loss'], '.3f')} |")
-    harm = rows["Harm of the context beyond it, at 32 to 64"]
+    harm = rows["Excess loss from context beyond it, at 32 to 64"]
     assert harm.endswith(f"| {cells(lambda found: found['harm']['last'], '+.3f')} |")
     assert (
         json.loads((intervention / "results" / "comparison.json").read_text())["models"][1]["evaluation"]["weights"]

@@ -75,7 +75,7 @@ def test_of_several_windows_the_base_with_that_of_the_checkpoint_is_compared() -
     base, windowed = model("base", "1f", None, 1.4), model("base", "1f", 8, 0.0)
     intervention, same = model("intervention", "2f", None, 0.01), model("intervention", "2f", 8, 0.01)
     text = verdict([intervention, base, windowed, same], [], None)
-    assert text.startswith("**It works beyond its training length")
+    assert text.startswith("**It generalizes beyond its training length")
     assert text.count("for the base model, before post-training, it is +1.400") == text.count("base model") == 1
     assert "so does the base model: there was nothing to restore" in verdict(
         [same, base, windowed, intervention], [], None
@@ -101,10 +101,10 @@ def test_a_known_failure_is_told(work: Work, tmp_path: Path) -> None:
     assert "not shown to use the context inside its training length" in limits
 
     text = str(build_card(work.intervention, [changed(work, tmp_path / "holds.json", holds)]))
-    assert "no harm by earlier text is shown at any position up to the 64 that were tested" not in text
+    assert "no excess loss is shown at any position up to the 64 that were tested" not in text
     assert "but so does the base model: there was nothing to restore.**" in text
     text = str(build_card(work.intervention, [against_a_broken_base(work, tmp_path, holds)]))
-    assert "**It works beyond its training length of 8 bytes: no harm by earlier text is shown at any position" in text
+    assert "**It generalizes beyond its training length of 8 bytes: no excess loss is shown at any position" in text
     assert f"is {MINUS}0.200 [{MINUS}0.300, {MINUS}0.100] nats per byte" in text
     assert "; for the base model, before post-training, it is +1.000 [+0.900, +1.100]." in text
     assert "| Perplexity more than 1% above its best from (Definition 3.2) | not shown |" in text
@@ -156,9 +156,9 @@ def test_it_is_not_said_to_work_above_a_failure(
         evaluation[place[0]][place[1]] = value
 
     text = str(build_card(work.intervention, [against_a_broken_base(work, tmp_path, change)]))
-    assert "It works" not in text
+    assert "It generalizes" not in text
     assert "length-generalization" not in metadata_of(text)["tags"]
-    assert f"**It is not shown to work beyond its training length of 8 bytes: {failure}" in text
+    assert f"**It is not shown to generalize beyond its training length of 8 bytes: {failure}" in text
     assert f"- Known failure: {failure}" in text.partition("## Limits")[2]
 
 
@@ -168,7 +168,7 @@ def test_one_text_has_no_intervals(work: Work, tmp_path: Path) -> None:
         evaluation["harm"]["last"] = evaluation["in_window"]["loss"] = evaluation["in_window"]["context_use"] = alone
 
     text = str(build_card(work.intervention, [changed(work, tmp_path / "one.json", shorten)]))
-    assert "**It is unclear whether it holds beyond its training length of 8 bytes.**" in text
+    assert "**Whether it generalizes beyond its training length of 8 bytes is inconclusive.**" in text
     assert "None" not in text
 
 
@@ -220,7 +220,7 @@ def test_a_diagnosis_is_shown_as_an_evaluation_and_more(work: Work, tmp_path: Pa
     assert "- Effective Remembrance: 0.250 (0.200 to 0.300)." in text
     assert "Not measured: states (no_states)." in text
     plain = str(build_card(work.intervention, [work.results]))
-    row: Any = re.search(r"^\| Harm of the context.*$", plain, flags=re.MULTILINE)
+    row: Any = re.search(r"^\| Excess loss from context.*$", plain, flags=re.MULTILINE)
     assert row[0] in text
     assert "(results/diagnosis.json)" in text
     both = str(build_card(work.intervention, [tmp_path / "result.json", work.results]))

@@ -120,11 +120,11 @@ def test_rwkv7_has_one_epsilon_for_heads_of_every_size(norm_first: bool, tmp_pat
 
 
 @both_generations
-def test_what_a_file_does_not_say_can_be_told(shapes: Callable[[Sizes], dict[str, Any]], tmp_path: Path) -> None:
+def test_settings_that_a_file_lacks_can_be_given(shapes: Callable[[Sizes], dict[str, Any]], tmp_path: Path) -> None:
     weights, five = draw(shapes(SMALL)), shapes is rwkv5_shapes
-    told = {"head_size_divisor": 1} if five else {"group_norm_eps": 1e-5}
+    overrides = {"head_size_divisor": 1} if five else {"group_norm_eps": 1e-5}
     theirs = write_pth(weights, tmp_path / "theirs.pth")
-    convert_checkpoint(str(theirs), tmp_path / "ours", told=told)
+    convert_checkpoint(str(theirs), tmp_path / "ours", overrides=overrides)
     assert_computes(tmp_path / "ours", weights, 1e-5)
     export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv")  # which says as little
     assert_same(torch.load(tmp_path / "back/model.pth", weights_only=True), weights)
@@ -133,7 +133,7 @@ def test_what_a_file_does_not_say_can_be_told(shapes: Callable[[Sizes], dict[str
         ({"vocab_size": "many"}, "a value that no model can have"),
     ):
         with pytest.raises(ValueError, match=words):
-            convert_checkpoint(str(theirs), tmp_path / "not", told=wrong)
+            convert_checkpoint(str(theirs), tmp_path / "not", overrides=wrong)
 
 
 @pytest.mark.thinned(7)

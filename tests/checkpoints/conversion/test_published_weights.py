@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkp
 from .published_weights import REVERSAL, TINY, find, of_author, read
 
 EXAMPLE = Path(__file__).parents[3] / "examples/published"
-TOLD = {5: {"head_size_divisor": 1}, 6: {}, 7: {}}
+OVERRIDES = {5: {"head_size_divisor": 1}, 6: {}, 7: {}}
 """What the files do not say: rwkv.cpp's own RWKV-5.2 was made with an epsilon of 1e-5 in the norm of its heads."""
 PROMPT = torch.tensor([list(b'"in')])
 
@@ -34,7 +34,7 @@ def logits_of(model: Any) -> tuple[Tensor, Tensor]:
 def converted(generation: int, folder: Path) -> Any:
     torch.save(of_author(read(find(TINY[generation]))), folder / "theirs.pth")
     return load_model(
-        str(convert_checkpoint(str(folder / "theirs.pth"), folder / "ours", told=TOLD[generation]))
+        str(convert_checkpoint(str(folder / "theirs.pth"), folder / "ours", overrides=OVERRIDES[generation]))
     ).eval()
 
 
