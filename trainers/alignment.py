@@ -4,12 +4,10 @@ The loss is in `alignment_loss.py`, because every other trainer takes `alignment
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from hf_recurrent_lengthgen.evaluation.settings import option
-from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
-from hf_recurrent_lengthgen.trainers.zero_state import ZeroStates
+from hf_recurrent_lengthgen.trainers.zero_state import ZeroStateTrainer
 
 
 @dataclass
@@ -23,19 +21,14 @@ class AlignmentConfig(InitialStateConfig):
     )
 
 
-class AlignmentTrainer(InitialStateTrainer):
+class AlignmentTrainer(ZeroStateTrainer):
     """`Trainer` with L_train + alpha L_misalign (Du et al., 2025, Eq. 4), for recurrent models and Transformers.
 
-    Rows must hold T + l_extra tokens; `PackedBlocks` of 1.5 T tokens are enough. The other trainers also take
+    Sequences must hold T + l_extra tokens; `PackedBlocks` of 1.5 T tokens are enough. The other trainers also take
     `alignment_alpha`, so the loss can be combined with every source of initial states.
 
         trainer = AlignmentTrainer(model, AlignmentConfig("out"), train_dataset=blocks)
     """
 
     config_class = AlignmentConfig
-    needs_states = False
     args: AlignmentConfig
-
-    @staticmethod
-    def initial_state_source(args: AlignmentConfig, trainer: Any) -> ZeroStates:
-        return ZeroStates()

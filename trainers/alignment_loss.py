@@ -1,9 +1,9 @@
 """Cross-entropy plus output alignment, L* = L_train + alpha L_misalign: pure functions, and their loss in a Trainer.
 
-Du et al., 2025 (arXiv:2506.11769), Eq. 4 and section 4.2. A step takes B rows of T + l_extra tokens and runs the first
-T and the last T tokens of each as two crops, 2B rows. Both crops are trained on. Where both have h tokens before the
-same token, the symmetric cross-entropy of Eq. 1 pulls together their predictions after it. l_extra is drawn once for
-each optimizer step and is the same in all micro-batches and processes.
+Du et al., 2025 (arXiv:2506.11769), Eq. 4 and section 4.2. A step takes B sequences of T + l_extra tokens and runs the
+first T and the last T tokens of each as two crops, 2B rows. Both crops are trained on. Where both have h tokens before
+the same token, the symmetric cross-entropy of Eq. 1 pulls together their predictions after it. l_extra is drawn once
+for each optimizer step and is the same in all micro-batches and processes.
 
 The paper has two losses here: the listing of appendix D aligns tokens with at least h = T // 2 before them, our
 default, and the text of 4.2 all T - l_extra tokens that the crops share, h = 0. (The listing also pairs output 1 with
@@ -13,7 +13,7 @@ positions, so l_extra is at most T - h - 1: with h = T // 2 the paper's T/2 woul
 
 Two options are ours. With H the entropy, SCE(p, q) = KL(p, q) + KL(q, p) + H(p) + H(q): its least value is not at
 p = q, but where both are certain of one token. The Jeffreys divergence, KL(p, q) + KL(q, p), is 0 for any p = q. And a
-second crop that starts from zero, while the first starts from a given state, aligns predictions with and without that
+second crop that starts from zero, while the first starts from a passed state, aligns predictions with and without that
 state: two crops from one state cannot, because they never read more than T tokens.
 """
 
@@ -44,7 +44,7 @@ Divergence = Literal["sce", "jeffreys"]
 
 
 def context_of(length: int, min_context: int | None) -> int:
-    """h, the tokens before an aligned token in both crops: as given, else T // 2."""
+    """h, the tokens before an aligned token in both crops, by default T // 2."""
     return length // 2 if min_context is None else min_context
 
 
@@ -59,7 +59,7 @@ def default_extra(length: int, min_context: int | None = None) -> int:
 
 
 def overlap_positions(rows: int, length: int, extra: int, min_context: int | None = None) -> int:
-    """Pairs of positions that the misalignment averages over: B (T - h - l_extra), of B rows before their crops.
+    """Pairs of positions that the misalignment averages over: B (T - h - l_extra), of B sequences before their crops.
 
     Raises:
         ValueError: if l_extra is below 1 or leaves no overlap.
@@ -80,7 +80,7 @@ def sample_extra(place: BatchPlace, low: int, high: int) -> int:
 
 
 def two_crops(inputs: dict[str, Any], length: int, extra: int) -> dict[str, Any]:
-    """A batch of B rows of at least T + l_extra tokens as 2B rows of T: tokens [0, T), then [l_extra, T + l_extra).
+    """A batch of B sequences of at least T + l_extra tokens as 2B rows: tokens [0, T), then [l_extra, T + l_extra).
 
     Every tensor of shape (B, S, ...) is cropped like `input_ids` (B, S); other values stay. Labels are cropped, not
     shifted: without `shift_labels` each crop is scored on its own T - 1 next tokens.
@@ -100,7 +100,7 @@ def two_crops(inputs: dict[str, Any], length: int, extra: int) -> dict[str, Any]
     if mask is not None and not bool(mask[:, : length + extra].all()):
         raise ValueError(
             "attention_mask has zeros, but the alignment loss compares crops by position, so padding would count as "
-            "context: pack the text into rows without padding."
+            "context: pack the text into sequences without padding."
         )
     cropped = {}
     for name, value in inputs.items():
@@ -174,8 +174,8 @@ class _AlignedCrossEntropy(torch.autograd.Function):
         weights = scored * (upstream / num_items)
         for at in blocks(scored.shape, chunk):
             weight = weights[at][..., None]
-            piece = (logits[at] - normalizers[at][..., None]).exp_().mul_(weight)
-            gradient[at] = piece.scatter_add_(-1, indices[at][..., None], -weight)
+            part = (logits[at] - normalizers[at][..., None]).exp_().mul_(weight)
+            gradient[at] = part.scatter_add_(-1, indices[at][..., None], -weight)
         share = upstream * alpha / overlap_items
         pairs = tuple(zip(*(_overlap(x, extra, least) for x in (logits, normalizers, gradient)), strict=True))
         for at in blocks(expected.shape[1:], chunk):
@@ -183,18 +183,18 @@ class _AlignedCrossEntropy(torch.autograd.Function):
             if divergence == "jeffreys":  # of E_p[log p] it is p (log p - E_p[log p])
                 for (_, _, result), log, mean in zip(pairs, (log_p, log_q), own[:, *at], strict=True):
                     result[at] += log.exp().mul_(log - mean[..., None]).mul_(share)
-            for (_, _, result), piece in zip(pairs, sce_gradients(log_p, log_q, expected[:, *at]), strict=True):
-                result[at] += piece.mul_(share)
+            for (_, _, result), part in zip(pairs, sce_gradients(log_p, log_q, expected[:, *at]), strict=True):
+                result[at] += part.mul_(share)
         return gradient, *(None,) * 8
 
 
 def _expected_own_logs(logits: tuple[Tensor, Tensor], normalizers: tuple[Tensor, Tensor], chunk: int) -> Tensor:
     """E_p[log p] and E_q[log q], the negative entropies, as (2, ...)."""
     result = torch.empty((2, *normalizers[0].shape), dtype=normalizers[0].dtype, device=logits[0].device)
-    for found, x, normalizer in zip(result, logits, normalizers, strict=True):
+    for out, x, normalizer in zip(result, logits, normalizers, strict=True):
         for at in blocks(normalizer.shape, chunk):
             log = x[at] - normalizer[at][..., None]
-            found[at] = log.exp().mul_(log).sum(-1)
+            out[at] = log.exp().mul_(log).sum(-1)
     return result
 
 
@@ -227,7 +227,7 @@ def aligned_cross_entropy(
     Trainer gives no num_items_in_batch, it divides the loss by the number of micro-batches: leave both None.
 
     Args:
-        logits: Finite logits (2B, T, V) for the rows of `two_crops`: crop 1 of each row first, then crop 2.
+        logits: Finite logits (2B, T, V) for the rows of `two_crops`: crop 1 of each sequence first, then crop 2.
         targets: Shifted targets (2B, T), -100 where nothing is scored (`shifted_targets`).
         extra: l_extra in tokens, 1 to `largest_extra(T, min_context)`.
         alpha: Weight of the misalignment, at least 0.
@@ -306,12 +306,12 @@ class AlignmentSettings:
     """The settings `alignment_*` in the arguments of a trainer, checked.
 
     Attributes:
-        length: T, tokens of a crop; None for as many as the rows allow.
+        length: T, tokens of a crop; None for as many as the sequences allow.
         second_from_zero: Whether the second crop starts from zero, whatever the state of the first.
 
     Raises:
-        ValueError: if the model has a loss other than next-token cross-entropy, or there is an own loss, or if the
-            length does not allow the shifts.
+        ValueError: if the model has a loss other than next-token cross-entropy, or with `compute_loss_func`, or if
+            the length does not allow the shifts.
     """
 
     def __init__(self, args: InitialStateConfig, model: Any, own_loss: Callable[..., Any] | None) -> None:
@@ -339,50 +339,50 @@ class AlignmentSettings:
 
     @property
     def max_extra(self) -> int:
-        """Largest l_extra where the length is given."""
+        """Largest l_extra with `alignment_length`; else 0."""
         return self._range(self.length)[1] if self.length is not None else 0
 
     def _range(self, length: int) -> tuple[int, int]:
         high, least = self.args.alignment_max_extra, self.args.alignment_min_context
         return self.args.alignment_min_extra, default_extra(length, least) if high is None else high
 
-    def _check(self, length: int, given: str) -> None:
+    def _check(self, length: int, condition: str) -> None:
         (low, high), least = self._range(length), self.args.alignment_min_context
         if not low <= high <= largest_extra(length, least):
             raise ValueError(
-                f"{given}, l_extra must lie between 1 and {largest_extra(length, least)}, so that both crops share "
-                f"tokens with at least {context_of(length, least)} tokens of context (alignment_min_context); got "
-                f"{low} to {high}."
+                f"{condition}, l_extra must lie between 1 and {largest_extra(length, least)}, so that both crops "
+                f"share tokens with at least {context_of(length, least)} tokens of context (alignment_min_context); "
+                f"got {low} to {high}."
             )
 
     def crop(self, inputs: dict[str, Any], place: BatchPlace) -> tuple[dict[str, Any], CropLoss]:
         """The 2B rows of a micro-batch with shifted targets (all first crops, then all second crops), and their loss.
 
         Raises:
-            ValueError: if rows are too short, hold padding or have no labels.
+            ValueError: if sequences are too short, hold padding or have no labels.
         """
         tokens = inputs["input_ids"].shape[1]
         length = self.length
         if length is None:  # the largest even T with T + max_extra <= tokens, as a block has one token more than T
             lengths = (*range(tokens - tokens % 2, 2, -2), 3)  # of 2, no crops share a token with T // 2 before it
             length = next((n for n in lengths if n + self._range(n)[1] <= tokens), 2)  # which is refused below
-            self._check(length, f"With rows of {tokens} tokens, read as crops of {length}")
+            self._check(length, f"With sequences of {tokens} tokens, read as crops of {length}")
             logger.warning_once(
-                f"alignment_length is not given: rows of {tokens} tokens are read as crops of T = {length}, up to "
+                f"alignment_length is not set: sequences of {tokens} tokens are read as crops of T = {length}, up to "
                 f"{self._range(length)[1]} tokens apart."
             )
         low, high = self._range(length)
         if tokens < length + high:
             raise ValueError(
-                f"Rows have {tokens} tokens, but crops of {length} that start up to {high} tokens apart need "
-                f"{length + high}: give longer rows, or a smaller alignment_length or alignment_max_extra."
+                f"Sequences have {tokens} tokens, but crops of {length} that start up to {high} tokens apart need "
+                f"{length + high}: give longer sequences, or a smaller alignment_length or alignment_max_extra."
             )
         if tokens > length + high:
-            logger.warning_once(f"Of rows of {tokens} tokens, the alignment loss reads {length + high} at most.")
+            logger.warning_once(f"Of sequences of {tokens} tokens, the alignment loss reads {length + high} at most.")
         extra = sample_extra(replace(place, micro_batch=0), low, high)
         crops = two_crops(inputs, length, extra)
         targets = shifted_targets(crops)
-        # Trainer counts targets in `shift_labels`, and hands `labels` to the loss.
+        # Trainer counts targets in `shift_labels`, and passes `labels` to the loss.
         args, least = self.args, self.args.alignment_min_context
         overlap = overlap_positions(place.rows, length, extra, least)
         loss = CropLoss(args.alignment_alpha, args.alignment_divergence, extra, least, overlap, overlap)

@@ -30,14 +30,15 @@ from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 from hf_recurrent_lengthgen.trainers.combinations import UPDATE_IN_BACKWARD, data_tables_of, refuse
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, InitialStateSource, MicroBatch
-from hf_recurrent_lengthgen.trainers.row_layout import lay_out, rows_of_all_lengths, with_resets
+from hf_recurrent_lengthgen.trainers.row_layout import default_collator, lay_out, with_resets
 from hf_recurrent_lengthgen.trainers.run import resume
+from hf_recurrent_lengthgen.trainers.run.attributes import replaced
 from hf_recurrent_lengthgen.trainers.run.callback import AttachedCallback, RunCallback, is_finished
 from hf_recurrent_lengthgen.trainers.run.dataloaders import more_columns, train_loader
+from hf_recurrent_lengthgen.trainers.run.distributed_sequences import DistributedSequences
 from hf_recurrent_lengthgen.trainers.run.evaluation import EvaluationTrainer
 from hf_recurrent_lengthgen.trainers.run.pushes import prepare_push, write_card
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts, RunRecord, record_model
-from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
 from hf_recurrent_lengthgen.trainers.run.step_checks import (
     ModelCalls,
     StepChecks,
@@ -52,7 +53,7 @@ from hf_recurrent_lengthgen.trainers.windows import plan_windows, train_in_windo
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_states\.|time_|x_[rwkvag]$|r_k$|bonus$|lora\.\d|x_proj\.\d)")
 
 INTERVENTIONS: dict[str, type["InitialStateTrainer"]] = {}
-"""The trainers by the name of their method. A class with an `about` of its own is registered when it is defined."""
+"""The trainers by the name of their method. A class that defines `about` is registered."""
 
 
 class InitialStateTrainer(EvaluationTrainer, ABC):
@@ -60,9 +61,10 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
     also be a checkpoint folder or Hub name, which `load_model` loads.
 
     Subclasses say where initial states come from (`initial_state_source`) and which config they need
-    (`config_class`). A subclass with an `about` of its own is a method: `lengthgen train --intervention` and mixtures
-    take it by its name, records and cards describe it. Checkpoints also hold the state of the source, so that a
-    resumed run continues bit for bit. SIGINT and SIGTERM end the run after the current step, with a checkpoint.
+    (`config_class`). A subclass that defines the class attribute `about` is a method: `lengthgen train
+    --intervention` and mixtures take it by its name, records and cards describe it. Checkpoints also hold the state of
+    the source, so that a resumed run continues bit for bit. SIGINT and SIGTERM end the run after the current step,
+    with a checkpoint.
 
     Attributes:
         initial_states: Source of the initial states.
@@ -112,12 +114,12 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
             from hf_recurrent_lengthgen.checkpoints.loading import load_model  # reaches all hybrids
 
             model = load_model(model, needs_states=self.needs_states)
-        self.shared = SharedRows.of(args)
+        self.shared = DistributedSequences.of(args)
         super().__init__(self.prepared(model, args), args, *rest, **keyword)
         self.model_description = resume.description_of(self.model)  # before FSDP wraps it
-        self.data_collator = rows_of_all_lengths(self.data_collator)
+        self.data_collator = default_collator(self.data_collator)
         check_trainer(self)
-        self.given_scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
+        self.user_scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
         self._set_up_method()
         refuse(self, data_tables_of(self))
         self.run_record = RunRecord(self)
@@ -145,7 +147,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         INTERVENTIONS[cls.about.name] = cls  # a notebook cell may define it again
 
     def prepared(self, model: Any, args: Any) -> Any:
-        """The model to train, made from the model given."""
+        """The model to train, made from the argument `model`."""
         return model
 
     @staticmethod
@@ -160,8 +162,8 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
 
     @property
     def continues(self) -> bool:
-        """Whether rows continue those of the step before."""
-        whole = self.args.bptt_chunk_length is not None  # each row is an example, which TBTT reads in windows
+        """Whether sequences continue those of the step before."""
+        whole = self.args.bptt_chunk_length is not None  # each sequence is an example, which TBTT reads in windows
         return isinstance(self.train_dataset, ContinuedChunks) or (self.needs_continued_data and not whole)
 
     def _set_up_method(self) -> None:
@@ -172,7 +174,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
 
     @property
     def bptt_window(self) -> int | None:
-        """Chunks between which the gradient is stopped; 1 for TBTT on examples, unless another number is given."""
+        """Chunks between which the gradient is stopped; 1 by default for TBTT on examples."""
         by_chunk = self.args.bptt_chunk_length is not None and self.needs_continued_data and not self.continues
         return 1 if by_chunk and self.args.bptt_window is None else self.args.bptt_window
 
@@ -192,7 +194,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         For a run that has all its steps, only the weights are loaded.
 
         Raises:
-            ValueError: if there is no such checkpoint, or the given folder is incomplete; for data that make no step;
+            ValueError: if there is no such checkpoint, or it is incomplete; for data that make no step;
                 and for a model that is made to forget.
             KeyboardInterrupt: after SIGINT, when the current step is done and a checkpoint is written.
             SystemExit: after SIGTERM, likewise.
@@ -245,21 +247,18 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         best = str(self.state.best_model_checkpoint)
         if self.load_weights(best):
             return
-        self.state.best_model_checkpoint = resume.best_folder(self.model, best)
-        try:
+        with replaced(self.state, best_model_checkpoint=resume.best_folder(self.model, best)):
             super()._load_best_model()
-        finally:
-            self.state.best_model_checkpoint = best
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The card of `card_writer` if a lineage records the run and no arguments are given; else Trainer's.
+        """The card of `card_writer` if a lineage records the run and there are no arguments; else Trainer's.
 
         A card from elsewhere stays. A folder that is uploaded next is prepared for it (`prepare_push`).
         """
         if not self.is_world_process_zero():
             return
-        asked = bool(args) or any(value for name, value in kwargs.items() if name != "model_name")
-        if not write_card(self, asked):
+        has_arguments = bool(args) or any(value for name, value in kwargs.items() if name != "model_name")
+        if not write_card(self, has_arguments):
             super().create_model_card(*args, **kwargs)
         if self.hub_model_id:
             prepare_push(str(self.args.output_dir), self.args.hub_token)
@@ -267,7 +266,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
     # --- data ---
 
     def get_train_dataloader(self) -> Any:
-        """Trainer's, with the same rows on any number of processes; see `train_loader`."""
+        """Trainer's, with the same sequences on any number of processes; see `train_loader`."""
         if self._begins:  # settings or data may have been replaced, in a search by a trial
             self._begins = False
             self._set_up_method()
@@ -276,7 +275,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
             return train_loader(self, super().get_train_dataloader)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Trainer's, counting the rows of a group of processes once."""
+        """Trainer's, counting the sequences of a group of processes once."""
         return int(super().get_total_train_batch_size(args)) // args.context_parallel_size
 
     def get_batch_samples(
@@ -285,7 +284,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         """Trainer's micro-batches of a step, laid out before Trainer counts their labels; none of a finished run.
 
         Raises:
-            ValueError: for a stream without rows.
+            ValueError: for a stream without sequences.
         """
         if is_finished(self.state):
             return [], None
@@ -294,7 +293,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         batches, num_items = super().get_batch_samples(laid_out, num_batches, device)
         # later, Trainer ends a pass of a loader without a length
         if not batches and self.state.global_step == self.run_record.start:
-            raise ValueError("The training data have no rows for a step: give more data.")
+            raise ValueError("The training data have no sequences for a step: give more data.")
         if not batches:
             return batches, num_items
         if self.args.optim not in UPDATE_IN_BACKWARD:
@@ -310,7 +309,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
     # --- loss ---
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Trainer's, or one for each window of the rows that has targets.
+        """Trainer's, or one for each window with targets.
 
         Raises:
             ValueError: if the loss comes from a `compute_loss` that does not call the method's.
@@ -319,12 +318,8 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         micro_batch: MicroBatch | None = inputs.pop(MICRO_BATCH, None)
 
         def step(inputs: dict[str, Any], micro_batch: MicroBatch | None) -> Tensor:
-            self._current = micro_batch
-            try:
-                with states_checked_by_caller():
-                    loss: Tensor = stock(model, inputs, *args, **kwargs)
-            finally:
-                self._current = None
+            with replaced(self, _current=micro_batch), states_checked_by_caller():
+                loss: Tensor = stock(model, inputs, *args, **kwargs)
             if micro_batch is not None and not micro_batch.is_trained:
                 raise_bypassed(self)
             return loss
@@ -365,18 +360,15 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         length = None if self.bptt_window == 1 else self.args.bptt_chunk_length
         if length is None and crop_loss is None and not return_outputs:
             inputs = self.without_logits(inputs)
-        own, self.compute_loss_func = self.compute_loss_func, crop_loss or self.compute_loss_func
-        try:
-            with nullcontext() if length is None else forward_in_chunks(model, length):
-                result = self._loss(model, inputs, return_outputs, num_items_in_batch)
-        finally:
-            self.compute_loss_func = own
+        loss_func = replaced(self, compute_loss_func=crop_loss or self.compute_loss_func)
+        with loss_func, nullcontext() if length is None else forward_in_chunks(model, length):
+            result = self._loss(model, inputs, return_outputs, num_items_in_batch)
         self.checks.ask_loss(result[0] if return_outputs else result, micro_batch.where)
         if crop_loss is not None:
             if crop_loss.misalignment is None:
                 raise_ignored(self, "the alignment loss was not computed", "compute_loss_func")
             self.logs.add(misalignment=crop_loss.misalignment)
-        if not (by_hand and self.is_in_train):  # a look at other rows between steps
+        if not (by_hand and self.is_in_train):  # the loss of other sequences between steps
             observe(self, micro_batch, inputs)
         micro_batch.is_trained = True
         if not self.is_in_train:
@@ -392,7 +384,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Trainer's, with the values of the method beside the training loss."""
+        """Trainer's, with the values of the method."""
         if "loss" in logs:
             logs |= self.logs.take(gather_object)
             if self.initial_states.always_zero:  # all sequences start from zero, and no state is passed on

@@ -38,7 +38,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise a `ValueError` for a model, settings or data with which a method would not do what it says."""
+    """Raise a `ValueError` for a model, settings or data with which a method would have another effect."""
     model, args = trainer.model, trainer.args
     if trainer.needs_states:
         check_model(model)
@@ -66,7 +66,7 @@ def check_windows(trainer: Any, micro_batch: Any, num_items: Tensor | int | None
         )
     if num_items is None:
         raise ValueError(
-            f"The compute_loss of {type(trainer).__name__} does not hand on num_items_in_batch, so each window would "
+            f"The compute_loss of {type(trainer).__name__} does not pass num_items_in_batch on, so each window would "
             "count as much as the whole step: take it as an argument, and give it to super().compute_loss(...)."
         )
 
@@ -132,7 +132,7 @@ def check_no_forgetting(model: nn.Module | None) -> None:
 
 
 def zero_state_of(trainer: Any) -> Callable[[int], RecurrentState]:
-    """A function that makes the zero state of a trainer's model for a number of rows.
+    """A function that makes the zero state of a trainer's model for a batch size.
 
     Raises:
         ValueError: for a model that cannot start from noise.

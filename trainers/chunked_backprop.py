@@ -1,7 +1,7 @@
 """Training on a sequence longer than memory allows: in chunks, with exact gradients through the state.
 
 The sequence is cut into chunks of about C tokens and the state is carried from each chunk to the next, in a hybrid
-also the keys and values. Only what is carried is kept; the activations of a chunk are recomputed in the backward pass
+also the keys and values. Only these stay in memory; the activations of a chunk are recomputed in the backward pass
 (Chen et al., 2016, arXiv:1604.06174, with a whole chunk as the segment). Loss, final state and gradients are those of
 one forward pass over all S tokens. The cost is the memory of about one chunk and the time of one more forward pass.
 Keys and values grow with S, unless the model has an `attention_window`.
@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from hf_recurrent_lengthgen.data.chunks import Chunk, chunk_borders, cut_rows
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
-from hf_recurrent_lengthgen.data.pieces import Piece, cut_rows, piece_borders
 from hf_recurrent_lengthgen.models.modeling_heads import StatefulCausalLMOutput
 from hf_recurrent_lengthgen.models.rows import LAYOUT
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, keep_rows, layer_state, learned_row
@@ -53,22 +53,22 @@ def chunked_forward(
         `loss` and `final_state`. There are no logits, because (B, S, V) would not fit into memory.
 
     Raises:
-        ValueError: for other inputs, and padding inside a row that cannot be scored in chunks.
+        ValueError: for other inputs, and padding inside a sequence that cannot be scored in chunks.
     """
     _check_inputs(inputs)
     length = inputs["input_ids"].shape[1]
-    pieces = cut_rows({name: inputs.get(name) for name in ROWS}, piece_borders(length, -(-length // chunk_length)))
+    chunks = cut_rows({name: inputs.get(name) for name in ROWS}, chunk_borders(length, -(-length // chunk_length)))
     model = getattr(forward, "__self__", None) if model is None else model
     counted = inputs.get("num_items_in_batch")
-    scored = torch.stack([(piece.inputs["shift_labels"] != IGNORED_LABEL).sum() for piece in pieces])
+    scored = torch.stack([(chunk.inputs["shift_labels"] != IGNORED_LABEL).sum() for chunk in chunks])
     num_items = scored.sum() if counted is None else counted
 
-    def run(piece: Piece, state: RecurrentState | None, keys: Any) -> tuple[Tensor, RecurrentState, Any]:
-        keys = copy.copy(keys)  # what is read when the backward pass runs this again stays as it is
+    def run(chunk: Chunk, state: RecurrentState | None, keys: Any) -> tuple[Tensor, RecurrentState, Any]:
+        keys = copy.copy(keys)  # the backward pass runs this again, from the same keys
         output = forward(
             **({} if keys is None else {"attention_cache": keys}),
-            **piece.inputs,
-            labels=piece.inputs["shift_labels"],  # stock models compute no loss without labels
+            **chunk.inputs,
+            labels=chunk.inputs["shift_labels"],  # stock models compute no loss without labels
             initial_state=state,
             output_final_state=True,
             num_items_in_batch=num_items,
@@ -81,35 +81,35 @@ def chunked_forward(
 
     losses = []
     state: Any = inputs.get("initial_state")
-    given: Any = inputs.get("attention_cache")
-    # a copy, as `given` will hold what comes after the chunks, which are computed again from what came before
-    keys = model.new_attention_cache() if given is None and getattr(model, "attends", False) else copy.copy(given)
-    for index, piece in enumerate(pieces):
-        if index and piece.begins is not None:
-            state, keys = restarted(model, state, keys, piece.begins)
+    cache: Any = inputs.get("attention_cache")
+    # a copy, as `cache` will hold what comes after the chunks, which are computed again from what came before
+    keys = model.new_attention_cache() if cache is None and getattr(model, "attends", False) else copy.copy(cache)
+    for index, chunk in enumerate(chunks):
+        if index and chunk.begins is not None:
+            state, keys = restarted(model, state, keys, chunk.begins)
         # The backward pass begins with the last chunk, so checkpointing it would save no memory.
-        is_last = piece is pieces[-1]
+        is_last = chunk is chunks[-1]
         carried = state, keys
-        loss, state, keys = run(piece, *carried) if is_last else checkpoint(run, piece, *carried, use_reentrant=False)
+        loss, state, keys = run(chunk, *carried) if is_last else checkpoint(run, chunk, *carried, use_reentrant=False)
         losses.append(loss)
-    if given is not None:
-        given.become(keys)
+    if cache is not None:
+        cache.become(keys)
     final_state = None if inputs.get("output_final_state") is False else state
     return StatefulCausalLMOutput(loss=torch.stack(losses).sum(), final_state=final_state)
 
 
 def restarted(model: Any, state: RecurrentState, keys: Any, begins: Tensor) -> tuple[RecurrentState, Any]:
-    """What is carried, with the rows where a sequence `begins` (B,) at their first state, and without keys."""
+    """The carried state and keys: where a sequence `begins` (B,), its first state and no keys."""
     first = learned_row(model) if hasattr(model, "first_state") else None
-    kept = keep_rows(state, ~begins)
+    state = keep_rows(state, ~begins)
     if first is not None:
-        kept = tuple(
+        state = tuple(
             layer_state(
                 torch.where(begins.view(-1, *[1] * (old.ndim - 1)), new, old) for old, new in zip(*layers, strict=True)
             )
-            for layers in zip(kept, first, strict=True)
+            for layers in zip(state, first, strict=True)
         )
-    return kept, None if keys is None else keys.kept(~begins)
+    return state, None if keys is None else keys.kept(~begins)
 
 
 @contextmanager
@@ -173,8 +173,7 @@ def check_chunkable(model: Any) -> None:
     """Raise a `ValueError` with the reason if a model, without wrappers, cannot read a sequence in chunks exactly."""
     parameters = inspect.signature(model.forward).parameters
     missing = {"input_ids", "initial_state", "output_final_state"} - set(parameters)
-    takes_others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if not takes_others:  # stock models hand these to their loss
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):  # as in stock models
         missing |= {"shift_labels", "num_items_in_batch"} - set(parameters)
     if missing:
         raise ValueError(
@@ -193,9 +192,9 @@ def check_chunkable(model: Any) -> None:
 
 
 def evaluation_chunk(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> int | None:
-    """C, where chunks have the loss of the rows that a trainer evaluates, and nobody asks for logits; None otherwise.
+    """C, where the loss of an evaluation is that of chunks, and nobody asks for logits; None otherwise.
 
-    With padding inside a row, the output for the first target of a chunk may be in the one before.
+    With padding inside a sequence, the output for the first target of a chunk may be in the one before.
     """
     chunk = trainer.args.bptt_chunk_length
     if chunk is None or trainer.needs_logits or not set(inputs) <= set(TAKEN):
@@ -213,8 +212,8 @@ def evaluation_chunk(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) 
 
 
 def _check_inputs(inputs: Mapping[str, Any]) -> None:
-    given = {name for name, value in inputs.items() if isinstance(value, Tensor) or value not in (None, False, 0)}
-    if other := sorted(given - set(TAKEN)):
+    names = {name for name, value in inputs.items() if isinstance(value, Tensor) or value not in (None, False, 0)}
+    if other := sorted(names - set(TAKEN)):
         raise ValueError(
             f"A forward pass in chunks does not take {other}: leave it out. Allowed inputs are {', '.join(TAKEN)}."
         )

@@ -1,7 +1,7 @@
-"""What does not combine: settings, models and data with which a method would not do what it says, in one table.
+"""What does not combine: settings, models and data with which a method would have another effect, in tables.
 
-A row is a question about a trainer, whose answer is what it found (false where all is well), and the message, in which
-`{0}` is the answer, `{1}` the name of a class that it is about.
+A row is a question about a trainer, whose answer is false where all is well, and a message, in which `{0}` is the
+answer, `{1}` the name of a class.
 """
 
 import inspect
@@ -25,31 +25,31 @@ class Refusal(NamedTuple):
     """A combination that is refused.
 
     Attributes:
-        found: Returns what was found in a trainer, or something false.
+        question: Returns what is wrong in a trainer, or something false.
         message: What is wrong and what to do.
         about: Returns the object whose class the message names.
     """
 
-    found: Callable[[Any], Any]
+    question: Callable[[Any], Any]
     message: str
     about: Callable[[Any], Any] = lambda trainer: base_of(trainer.model)
 
 
 def refuse(trainer: Any, tables: Iterable[tuple[Refusal, ...]]) -> None:
     """Raise a `ValueError` for the first combination of tables that a trainer has."""
-    for found, message, about in chain.from_iterable(tables):
-        if answer := found(trainer):
+    for question, message, about in chain.from_iterable(tables):
+        if answer := question(trainer):
             raise ValueError(message.format(answer, type(about(trainer)).__name__))
 
 
 def _argument(name: str, allowed: Any = None) -> Callable[[Any], Any]:
-    """The value of an argument; only where it is not `allowed`, if that is given."""
+    """The value of an argument, if it is not the `allowed` one."""
 
-    def found(trainer: Any) -> Any:
+    def question(trainer: Any) -> Any:
         value = getattr(trainer.args, name, None)
         return None if value is None or value == allowed else str(value) or "nothing"
 
-    return found
+    return question
 
 
 def _of_accelerator(name: str, value: bool) -> Callable[[Any], bool]:
@@ -85,22 +85,22 @@ def _continued_evaluation(trainer: Any) -> bool:
     return any(isinstance(data, ContinuedChunks) for _, data in _datasets(trainer, ("eval_dataset",)))
 
 
-_SHARE_NO_ROWS = (
+_SPLIT_NO_SEQUENCES = (
     Refusal(
         lambda trainer: "sequence_group" not in inspect.signature(base_of(trainer.model).forward).parameters,
-        "{1} takes no sequence_group, so processes cannot share its rows: leave context_parallel_size out, or give a "
-        "causal language model of a family of this package.",
+        "{1} takes no sequence_group, so processes cannot split its sequences: leave context_parallel_size out, or "
+        "give a causal language model of a family of this package.",
     ),
 )
 _READ_NO_CHUNKS = (
     Refusal(
         lambda trainer: any(each.is_prompt_learning for each in getattr(trainer.model, "peft_config", {}).values()),
-        "The adapter puts virtual tokens before what the model is given, so before each chunk of a row: choose "
+        "The adapter puts virtual tokens before each input of the model, so before each chunk of a sequence: choose "
         "another adapter, such as LoRA, or leave bptt_chunk_length out.",
     ),
     Refusal(
         lambda trainer: trainer.compute_loss_func,
-        "compute_loss_func gets the logits and labels of whole rows, which chunks do not have: leave it or "
+        "compute_loss_func gets the logits and labels of whole sequences, which chunks do not have: leave it or "
         "bptt_chunk_length out.",
     ),
 )
@@ -108,7 +108,7 @@ _READ_NO_WINDOWS = (
     Refusal(
         lambda trainer: trainer.learns_state,
         "bptt_window stops the gradient between windows, so a learned state would learn from the first window of each "
-        "row only: leave bptt_window out. With bptt_chunk_length alone the gradient is that of the whole row.",
+        "sequence only: leave bptt_window out. With bptt_chunk_length alone the gradient is that of whole sequences.",
     ),
     Refusal(
         lambda trainer: (
@@ -140,8 +140,8 @@ _ARGUMENTS = (
     ),
     Refusal(
         _argument("ignore_data_skip", False),
-        "ignore_data_skip is not supported, because a resumed run would read the rows of its epoch from the first one "
-        "again: leave it out.",
+        "ignore_data_skip is not supported, because a resumed run would read its epoch from the first sequence again: "
+        "leave it out.",
     ),
     Refusal(
         _reentrant,
@@ -149,19 +149,19 @@ _ARGUMENTS = (
     ),
     Refusal(
         _of_accelerator("split_batches", True),
-        "split_batches in accelerator_config would make batches smaller than said: leave it out.",
+        "split_batches in accelerator_config makes batches smaller than per_device_train_batch_size: leave it out.",
     ),
     Refusal(
         lambda trainer: (
             _of_accelerator("dispatch_batches", True)(trainer)
             and not isinstance(trainer.train_dataset, IterableDataset | None)
         ),
-        "dispatch_batches in accelerator_config gives a resumed run other rows of data with a length: leave it out.",
+        "dispatch_batches in accelerator_config gives a resumed run other sequences, but of streams: leave it out.",
     ),
     Refusal(
         _of_accelerator("use_seedable_sampler", False),
-        "use_seedable_sampler=False in accelerator_config draws an order of rows that neither a resumed run nor other "
-        "processes would draw: leave it out.",
+        "use_seedable_sampler=False in accelerator_config draws an order of sequences that neither a resumed run nor "
+        "other processes would draw: leave it out.",
     ),
     Refusal(
         _started_alone,
@@ -178,22 +178,22 @@ _SEVERAL_PROCESSES = (
     ),
     Refusal(
         _of_accelerator("even_batches", False),
-        "even_batches=False in accelerator_config gives several processes other rows than one: leave it out.",
+        "even_batches=False in accelerator_config gives several processes other sequences than one: leave it out.",
     ),
     Refusal(
         lambda trainer: (
             trainer.args.train_sampling_strategy not in ("random", "sequential")
             and trainer.args.train_sampling_strategy
         ),
-        "train_sampling_strategy {0!r} orders rows by the batches of one process, so several processes would see "
+        "train_sampling_strategy {0!r} orders sequences by the batches of one process, so several processes see "
         "other batches than a single process: leave it out, or train with one process.",
     ),
 )
 _DATA = (
-    Refusal(_empty, "{0} has no rows: give more text, or cut it into shorter rows."),
+    Refusal(_empty, "{0} has no sequences: give more text, or cut it into shorter sequences."),
     Refusal(
         _continued_evaluation,
-        "Evaluation starts every row from a new state, but the rows of ContinuedChunks continue one another: give "
+        "Evaluation starts every sequence from a new state, but those of ContinuedChunks continue one another: give "
         "PackedBlocks as eval_dataset.",
     ),
 )
@@ -203,28 +203,28 @@ def _needed_lookahead(trainer: Any) -> int:
     return 0 if trainer.alignment is None else int(trainer.alignment.max_extra)
 
 
-CONTINUED_ROWS = (
+CONTINUED_DATA = (
     Refusal(
         lambda trainer: (
             not isinstance(trainer.train_dataset, ContinuedChunks) and type(trainer.train_dataset).__name__
         ),
-        "{1} needs rows that continue those of the previous step: give ContinuedChunks from "
+        "{1} needs sequences that continue those of the previous step: give ContinuedChunks from "
         "hf_recurrent_lengthgen.data as train_dataset, got {0}. For examples with labels, set bptt_chunk_length: each "
         "is read in chunks of that many tokens.",
         lambda trainer: trainer,
     ),
     Refusal(
         _argument("train_sampling_strategy", "random"),
-        "train_sampling_strategy {0!r} would separate rows that continue one another: leave it out.",
+        "train_sampling_strategy {0!r} would separate sequences that continue one another: leave it out.",
     ),
     Refusal(
         lambda trainer: trainer.train_dataset.reset_at_document and not trainer.needs_continued_data,
-        "reset_at_document sets states to zero inside rows, which TBTT supports and {1} does not: leave it out.",
+        "reset_at_document sets states to zero inside sequences, which TBTT supports and {1} does not: leave it out.",
         lambda trainer: trainer,
     ),
     Refusal(
         lambda trainer: trainer.train_dataset.reset_at_document and trainer.alignment is not None,
-        "The alignment loss cannot be computed across resets inside rows: leave reset_at_document out.",
+        "The alignment loss cannot be computed across resets inside sequences: leave reset_at_document out.",
     ),
     Refusal(
         lambda trainer: (
@@ -244,10 +244,10 @@ CONTINUED_ROWS = (
         "The chunks have {0} (alignment_max_extra): only the alignment loss reads ahead.",
     ),
 )
-SHUFFLED_ROWS = (
+SHUFFLED_DATA = (
     Refusal(
         lambda trainer: trainer.continues,
-        "{1} passes states between different sequences, but its rows continue one another: use TbttTrainer.",
+        "{1} passes states between different sequences, but its data continue one another: use TbttTrainer.",
         lambda trainer: trainer,
     ),
     Refusal(
@@ -260,19 +260,18 @@ SHUFFLED_ROWS = (
             )
         ),
         "{1} passes states between different sequences, so the data must be shuffled: use Trainer's default random "
-        "sampler, or, for a stream or data that are shuffled already, set assume_shuffled=True.",
+        "sampler, or, for a stream or shuffled data, set assume_shuffled=True.",
         lambda trainer: trainer,
     ),
 )
 
 
 def tables_of(trainer: Any) -> Iterator[tuple[Refusal, ...]]:
-    """The tables that a trainer's arguments ask for."""
     yield _ARGUMENTS
     if trainer.args.world_size > 1:
         yield _SEVERAL_PROCESSES
     if trainer.args.context_parallel_size > 1:
-        yield _SHARE_NO_ROWS
+        yield _SPLIT_NO_SEQUENCES
     if trainer.args.bptt_chunk_length is not None:
         yield _READ_NO_CHUNKS
     if trainer.bptt_window is not None:
@@ -281,8 +280,7 @@ def tables_of(trainer: Any) -> Iterator[tuple[Refusal, ...]]:
 
 
 def data_tables_of(trainer: Any) -> Iterator[tuple[Refusal, ...]]:
-    """The tables that the training data of a method have to pass."""
     if trainer.train_dataset is not None and trainer.continues:
-        yield CONTINUED_ROWS
+        yield CONTINUED_DATA
     if trainer.train_dataset is not None and trainer.needs_shuffled_data:
-        yield SHUFFLED_ROWS
+        yield SHUFFLED_DATA

@@ -108,19 +108,19 @@ def _restored(method: Any, other: Any, values: dict[str, Any]) -> Any:
 class _OnTexts(InitialStateTrainer):
     """What a method needs with TRL's SFTTrainer."""
 
-    drops_columns = False  # its collator takes what it knows
+    drops_columns = False  # its collator chooses them
     _total_train_tokens: int
 
     def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keyword: Any) -> None:
         if getattr(args, "context_parallel_size", 1) > 1:
             raise ValueError(
-                "SFTTrainer computes its loss and metrics from the labels of whole rows, so processes cannot share "
-                "rows: leave context_parallel_size out."
+                "SFTTrainer computes its loss and metrics from the labels of whole sequences, so processes cannot "
+                "split them: leave context_parallel_size out."
             )
         windows = (1, None) if type(self).needs_continued_data is True else (1,)  # a mixture reads its arguments
         if getattr(args, "bptt_chunk_length", None) is not None and args.bptt_window not in windows:
             raise ValueError(
-                "SFTTrainer needs the losses of single tokens, which chunks do not keep: set bptt_window=1, so that "
+                "SFTTrainer needs the losses of single tokens, which chunks do not have: set bptt_window=1, so that "
                 "the gradient stops at each chunk, or leave bptt_chunk_length out."
             )
         if getattr(args, "alignment_alpha", 0) and args.loss_type == "dft":
@@ -133,24 +133,23 @@ class _OnTexts(InitialStateTrainer):
             )
         super().__init__(model, args, *positional, **keyword)
         _name_experts(base_of(self.model).config)
-        given: Any = self.args
-        usual = next(field.default for field in fields(given) if field.name == "max_length")
-        is_usual = usual is not None and given.max_length == usual
-        if given.bptt_chunk_length is not None and is_usual and not given.packing and self.is_world_process_zero():
+        sft: Any = self.args
+        default = next(field.default for field in fields(sft) if field.name == "max_length")
+        is_default = default is not None and sft.max_length == default
+        if sft.bptt_chunk_length is not None and is_default and not sft.packing and self.is_world_process_zero():
             logger.warning(
-                f"SFTTrainer cuts texts to its usual max_length, {usual} tokens, and leaves out those whose answer is "
-                "behind that. Rows read in pieces may be as long as they are: set max_length=None, or the limit that "
-                "you want."
+                f"SFTTrainer cuts texts to its default max_length, {default} tokens, and leaves out those whose "
+                "answer begins later. Sequences read in chunks may have any length: set max_length=None, or a limit."
             )
         packs = getattr(self, "padding_free", False) and not self.initial_states.always_zero
-        if packs and given.pad_to_multiple_of:
+        if packs and sft.pad_to_multiple_of:
             raise ValueError(
-                "pad_to_multiple_of fills packed rows with sequences of one token, which would get states: leave it "
+                "pad_to_multiple_of fills packed sequences with some of one token, which would get states: leave it "
                 "out."
             )
-        if self.alignment is not None and given.packing and given.packing_strategy == "wrapped":
-            rows: Any = self.train_dataset  # the rest of each thousand texts is a shorter row, which would be padded
-            self.train_dataset = rows.filter(lambda row: len(row["input_ids"]) == given.max_length)
+        if self.alignment is not None and sft.packing and sft.packing_strategy == "wrapped":
+            blocks: Any = self.train_dataset  # the last of each thousand texts may be shorter, and would be padded
+            self.train_dataset = blocks.filter(lambda block: len(block["input_ids"]) == sft.max_length)
 
     def with_states(self, micro_batch: MicroBatch, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super().with_states(micro_batch, inputs)

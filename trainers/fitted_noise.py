@@ -59,7 +59,7 @@ class FittedNoise(InitialStateSource):
         return self._statistics
 
     def initial_state(self, place: BatchPlace) -> RecurrentState | None:
-        """Fresh noise for every row; the zero state before the end of the first step."""
+        """Fresh noise for every sequence; the zero state before the end of the first step."""
         if self._statistics is None:
             return None
         state = []
@@ -71,7 +71,6 @@ class FittedNoise(InitialStateSource):
         return tuple(state)
 
     def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
-        """Add the states to the sums of the step."""
         sums = [_sums(layer.recurrent) for layer in final_state]
         if self._sums is not None:
             sums = [old + new for old, new in zip(self._sums, sums, strict=True)]
@@ -93,7 +92,6 @@ class FittedNoise(InitialStateSource):
         self._statistics = tuple(fresh)
 
     def reset(self) -> None:
-        """Forget the statistics."""
         self._statistics, self._sums = None, None
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -105,7 +103,6 @@ class FittedNoise(InitialStateSource):
         }
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Restore what `state_dict` returned."""
         self.reset()
         layers = [f"layers.{index}" for index in range(len(tensors) // 2)]
         if layers:

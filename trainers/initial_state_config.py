@@ -27,8 +27,8 @@ class InitialStateConfig(TrainingArguments):
     )
     alignment_length: int | None = option(
         None,
-        "Length T, in tokens, of the two crops that are aligned. Rows must hold T + alignment_max_extra "
-        "tokens. Default: the largest even T that the rows allow, about two thirds of a row.",
+        "Length T, in tokens, of the two crops that are aligned. Sequences must hold T + alignment_max_extra "
+        "tokens. Default: the largest even T that the sequences allow, about two thirds of their length.",
     )
     alignment_min_extra: int = option(1, "Smallest shift l_extra between the two crops, in tokens. Default 1.")
     alignment_max_extra: int | None = option(
@@ -70,7 +70,7 @@ class InitialStateConfig(TrainingArguments):
         "Default: never; 1 for TBTT on examples.",
     )
 
-    # Parameters that control how processes share rows
+    # Parameters that control how processes split sequences
     context_parallel_size: int = option(
         1, "Number of processes that split each sequence among them; must divide the number of processes. Default 1."
     )
@@ -81,31 +81,27 @@ class InitialStateConfig(TrainingArguments):
         super().__post_init__()
 
     def check(self) -> None:
-        """Check combinations of settings, after the type and range of each; methods extend it.
-
-        Raises:
-            ValueError: for the reasons given on this class.
-        """
+        """Check combinations of settings, after the type and range of each; methods extend it."""
         if self.bptt_window is not None and self.bptt_chunk_length is None:
             raise ValueError("bptt_window counts chunks, so it needs bptt_chunk_length: set it, too.")
         if self.bptt_chunk_length is not None and self.alignment_alpha:
             raise ValueError("bptt_chunk_length keeps no logits, which alignment_alpha needs: set only one of them.")
         if self.neftune_noise_alpha and (self.bptt_chunk_length is not None or self.context_parallel_size > 1):
             raise ValueError(
-                "neftune_noise_alpha scales noise by the length of rows, but with bptt_chunk_length or "
+                "neftune_noise_alpha scales noise by the length of sequences, but with bptt_chunk_length or "
                 "context_parallel_size the model gets parts of them, with larger noise: set only one of them."
             )
         if self.context_parallel_size > 1:
-            beside = ("alignment_alpha", "bptt_chunk_length", "torch_compile")
-            if wrong := [name for name in beside if getattr(self, name)]:
+            whole = ("alignment_alpha", "bptt_chunk_length", "torch_compile")
+            if wrong := [name for name in whole if getattr(self, name)]:
                 raise ValueError(
                     f"context_parallel_size does not work with {wrong}: the crops of the alignment loss, chunks "
-                    "and compiled graphs are those of whole rows. Set only one of them."
+                    "and compiled graphs are those of whole sequences. Set only one of them."
                 )
 
     @property
     def row_processes(self) -> int:
-        """Number of processes, or of groups of processes that share rows, that read different rows."""
+        """Number of processes, or of groups of processes that split sequences, that read different sequences."""
         return self.world_size // self.context_parallel_size
 
     @property
@@ -115,11 +111,7 @@ class InitialStateConfig(TrainingArguments):
 
     @classmethod
     def alone(cls, **settings: Any) -> Self:
-        """A config with the settings of the method only, without the set-up of a run by `TrainingArguments`.
-
-        Raises:
-            ValueError: for the reasons given on this class.
-        """
+        """A config with the settings of the method only, without the set-up of a run by `TrainingArguments`."""
         made = object.__new__(cls)
         vars(made).update(defaults_of(cls) | settings)
         check_settings(made, made.method_fields())
@@ -135,6 +127,5 @@ class InitialStateConfig(TrainingArguments):
         return frozenset(name for base in classes for name in get_annotations(base)) - stock
 
     def method_settings(self) -> dict[str, Any]:
-        """The values of `method_fields`."""
         own = self.method_fields()
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name in own}

@@ -1,10 +1,10 @@
 """Where the initial state of a training sequence comes from: small value classes, without a Trainer.
 
 Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), section 4: every intervention only chooses h_{-1} during training. A
-source gives the initial states of a batch before the forward pass and sees the final states after it.
+source returns the initial states of a batch before the forward pass and sees the final states after it.
 
-Random choices are keyed by (seed, step, micro-batch, global row), independent of the distribution of rows over
-processes: two processes with two rows each make the choices of one process with four.
+Random choices are keyed by (seed, step, micro-batch, global row), independent of the distribution of sequences over
+processes: two processes with two sequences each make the choices of one process with four.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class BatchPlace:
         step: Optimizer step, from 0.
         micro_batch: Micro-batch within the step under gradient accumulation, from 0.
         first_row: Global number of the first row: rows per process times the index of the process, or of the group of
-            processes that share rows.
+            processes that split sequences.
         rows: Rows in this micro-batch.
         continues: Rows that continue the text of the previous step, (rows,) bool; None for all rows. The other rows do
             not start from carried states.
@@ -91,7 +91,7 @@ class RowLayout:
 
 @dataclass
 class MicroBatch:
-    """What is known of a micro-batch.
+    """Facts about a micro-batch.
 
     Attributes:
         place: Its place in the run.
@@ -101,10 +101,10 @@ class MicroBatch:
         crop_loss: Its loss (`CropLoss`), if rows are cropped.
         is_trained: Whether the loss was computed.
         is_last: Whether weights change after it.
-        sequences: Their number, if some begin inside rows, from zero; None if each row is one.
+        sequences: Number of sequences, if some begin inside rows, from zero; None if each row is one.
         windows: For rows that are read in windows, of each whether it has a target in any process, and whether it has
             padding; else None.
-        carried: Of a window, the state that the one before ended with; None where the source gives one.
+        carried: Of a window, the final state of the one before; None for the state of the source.
         keys: Of a window, the cache with the keys and values of those before; None without attention layers.
         ends: Of a window, whether its final states are those of the rows.
     """
@@ -132,7 +132,7 @@ class MicroBatch:
 
 
 class InitialStateSource(ABC):
-    """Gives the initial states of training batches and sees their final states.
+    """Returns the initial states of training batches and sees their final states.
 
     Its public attributes are its settings: numbers and strings that a resumed run must share.
     """

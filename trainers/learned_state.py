@@ -52,14 +52,12 @@ class LearnedStateSource(InitialStateSource):
         return map_state(lambda part: part.expand(place.rows, *part.shape[1:]), self._learned())
 
     def evaluation_state(self, place: BatchPlace) -> RecurrentState:
-        """The learned state for every row."""
         return self.initial_state(place)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: value.cpu() for name, value in self._learned.state_dict().items()}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Restore what `state_dict` returned."""
         self._learned.load_state_dict(tensors)
 
 
@@ -98,7 +96,7 @@ class LearnedStateTrainer(InitialStateTrainer):
         model.load_learned_state("out")  # or load_model("out"), which loads the base, too
         model.generate(**prompt)
 
-    With `train_model`, the state is a part of the checkpoint, or lies beside an adapter of PEFT.
+    With `train_model`, the state is a part of the checkpoint, or lies next to an adapter of PEFT.
 
     With `state_l2`, the logged loss contains the penalty, which is also logged apart, as `state_penalty`. With
     `state_scale`, sequences start from the parameters in training steps, and from the scale times them elsewhere: in
@@ -138,7 +136,7 @@ class LearnedStateTrainer(InitialStateTrainer):
     def prepared(self, model: Any, args: LearnedStateConfig) -> Any:
         """The model with the state as a submodule for optimizer, DDP and clipping; it is saved in its own file."""
         if model is None:
-            raise ValueError("LearnedStateTrainer attaches the state to a given model: give model, not model_init.")
+            raise ValueError("LearnedStateTrainer attaches the state to a model: give model, not model_init.")
         check_model(model)
         if not args.train_model:
             model.requires_grad_(False)
@@ -165,7 +163,7 @@ class LearnedStateTrainer(InitialStateTrainer):
         return LearnedStateSource(trainer._learned)
 
     def learned_state(self) -> RecurrentState:
-        """What sequences start from at use, the scale times the parameters; one row without gradients."""
+        """What sequences start from at use, the scale times the parameters; one row, without gradients."""
         return clone_state(detach_state(self._learned()))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:

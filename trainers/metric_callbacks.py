@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.trainers.run.attributes import replaced
 from hf_recurrent_lengthgen.trainers.run.callback import AttachedCallback
 
 MetricFunction = Callable[[Any], Any]
@@ -79,8 +80,7 @@ class MetricCallback(AttachedCallback):
         at_start: bool = True,
         at_end: bool = True,
     ) -> None:
-        given = metrics.items() if isinstance(metrics, Mapping) else metrics
-        self.metrics = [Metric(*metric) for metric in given]
+        self.metrics = [Metric(*one) for one in (metrics.items() if isinstance(metrics, Mapping) else metrics)]
         names = [metric.name for metric in self.metrics]
         if not names or not all(names) or len(set(names)) < len(names):
             raise ValueError(f"metrics must hold at least one metric, with different names, got {names}.")
@@ -174,9 +174,8 @@ class MetricCallback(AttachedCallback):
         should_log = control.should_log  # logging resets it, but the loss of this step is not logged yet
         model = self._trainer.model
         assert model is not None
-        training, model.training = model.training, False  # in training mode, TRL would add its training metrics
-        self._trainer.log(dict(self._measured))
-        model.training = training
+        with replaced(model, training=False):  # in training mode, TRL would add its training metrics
+            self._trainer.log(dict(self._measured))
         control.should_log = should_log
         self._measured_at = state.global_step
 
@@ -203,7 +202,7 @@ class MetricCallback(AttachedCallback):
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients and autocast; afterwards modes and random states are restored."""
     training = [(module, module.training) for module in model.modules()]
-    forward = vars(model).get("forward")  # accelerate's, with mixed precision; it keeps the original beside it
+    forward = vars(model).get("forward")  # accelerate's, with mixed precision; it keeps the original, too
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     try:
@@ -226,7 +225,7 @@ def numbers_of(name: str, value: Any) -> dict[str, float]:
 
     An `Estimate` gives its mean under the name itself, and its bounds with "_low" and "_high" appended. Entries of a
     mapping and fields of a dataclass are appended by name after an underscore. Fields of a typed result
-    that are not numbers (curves, text, None) are left out.
+    that are not numbers (lists, text, None) are left out.
 
     Raises:
         ValueError: for a value of another type.
@@ -245,5 +244,5 @@ def numbers_of(name: str, value: Any) -> dict[str, float]:
             f"a metric must return a number, a mapping from names to numbers or a result, got {type(value).__name__}"
         )
     parts = {field.name: getattr(value, field.name) for field in fields(value)}
-    kept = {part: item for part, item in parts.items() if isinstance(item, Real | Estimate) or is_dataclass(item)}
-    return numbers_of(name, kept)
+    numbers = {part: item for part, item in parts.items() if isinstance(item, Real | Estimate) or is_dataclass(item)}
+    return numbers_of(name, numbers)

@@ -1,4 +1,4 @@
-"""Mixtures: each sequence draws the source of its initial state, independently, with given shares.
+"""Mixtures: each sequence draws the source of its initial state, independently, each with its share.
 
 h_{-1} of row i  =  that of source k, with probability share_k
 """
@@ -48,9 +48,9 @@ class MixedStates(InitialStateSource):
         chosen = torch.bucketize(place.uniform("mixture").double(), bounds, right=True)
         mixed: RecurrentState | None = None
         for index, source in enumerate(self._sources.values()):
-            given = source.initial_state(place)
-            if given is not None:
-                rows = keep_rows(given, chosen == index)
+            state = source.initial_state(place)
+            if state is not None:
+                rows = keep_rows(state, chosen == index)
                 mixed = rows if mixed is None else _sum(mixed, rows)
         return mixed
 
@@ -73,11 +73,9 @@ class MixedStates(InitialStateSource):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors of the sources, as `{source}.{name}`."""
-        kept = {name: source.state_dict() for name, source in self._sources.items()}
-        return {f"{name}.{key}": value for name, tensors in kept.items() for key, value in tensors.items()}
+        return {f"{name}.{key}": value for name, s in self._sources.items() for key, value in s.state_dict().items()}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Restore what `state_dict` returned."""
         for name, source in self._sources.items():
             own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
             source.load_state_dict(own, device)
@@ -133,17 +131,16 @@ class MixedStatesConfig(InitialStateConfig):
         continued = [name for name in self.mixture if mixable()[name].needs_continued_data is True]
         if shuffled and continued and self.bptt_chunk_length is None:
             raise ValueError(
-                f"A mixture cannot hold both {shuffled[0]}, which needs shuffled rows, and {continued[0]}, which "
-                "needs rows that continue one another: leave one of them out, or set bptt_chunk_length, so that each "
-                "row is an example, read in pieces."
+                f"A mixture cannot hold both {shuffled[0]}, which needs shuffled data, and {continued[0]}, which "
+                "needs sequences that continue one another: leave one of them out, or set bptt_chunk_length, so that "
+                "each sequence is an example, read in chunks."
             )
         self.source_configs()
         super().check()
 
     def shares(self) -> dict[str, Any]:
-        """The share of each source."""
         assert isinstance(self.mixture, dict)
-        return {name: given.get(SHARE) if isinstance(given, dict) else given for name, given in self.mixture.items()}
+        return {name: part.get(SHARE) if isinstance(part, dict) else part for name, part in self.mixture.items()}
 
     def source_configs(self) -> dict[str, InitialStateConfig]:
         """For each source the config of its own trainer, with the settings of the source.
@@ -153,10 +150,10 @@ class MixedStatesConfig(InitialStateConfig):
         """
         assert isinstance(self.mixture, dict)
         made = {}
-        for name, given in self.mixture.items():
+        for name, part in self.mixture.items():
             config = mixable()[name].config_class
             own = config.method_fields() - InitialStateConfig.method_fields()
-            settings = {key: value for key, value in given.items() if key != SHARE} if isinstance(given, dict) else {}
+            settings = {key: value for key, value in part.items() if key != SHARE} if isinstance(part, dict) else {}
             own -= {"state_drop_probability"}  # zero has a share
             if unknown := sorted(set(settings) - own):
                 raise ValueError(

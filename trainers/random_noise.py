@@ -2,8 +2,8 @@
 
     h_{-1} ~ N(0, sigma^2)
 
-Each row has its own generator, so its noise depends on (seed, step, micro-batch, global row) only. The states of short
-convolutions and token shifts start from zero. CPU and GPU generators give different numbers.
+Each sequence has its own generator, so its noise depends on (seed, step, micro-batch, global row) only. The states of
+short convolutions and token shifts start from zero. CPU and GPU generators give different numbers.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateCon
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 
 ZeroState = Callable[[int], RecurrentState]
-"""Makes the zero state of a model for a number of rows."""
+"""Makes the zero state of a model for a batch size."""
 
 
 def standard_normal(place: BatchPlace, zero: RecurrentState) -> RecurrentState:
@@ -52,7 +52,6 @@ class RandomNoise(InitialStateSource):
         self._zero_state = zero_state
 
     def initial_state(self, place: BatchPlace) -> RecurrentState:
-        """Fresh noise for every row."""
         noise = standard_normal(place, self._zero_state(place.rows))
         return tuple(LayerState(layer.recurrent.mul_(self.sigma), layer.conv) for layer in noise)
 

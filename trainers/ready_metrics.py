@@ -21,23 +21,23 @@ SILENT = EvaluationSettings(progress=False)
 
 
 def length_evaluation(tokens: Tokens, training_length: int, name: str = "length") -> Metric:
-    """What `lengthgen evaluate` shows: context harm, loss inside the training length, and up to where the model holds.
+    """What `lengthgen evaluate` shows: excess loss, loss within the training length, and the generalization length.
 
-    Logged as `eval_length_harm`, `eval_length_loss` and `eval_length_holds_to`, with the picture of context harm by
-    position. Tokens (S, L + 1). Costs three forward passes per token.
+    Logged as `eval_length_harm`, `eval_length_loss` and `eval_length_holds_to`. Tokens (S, L + 1). Costs three forward
+    passes per token.
     """
     check_training_length(training_length)
 
     def measure(model: nn.Module) -> dict[str, Any]:
         _check_reach(tokens, training_length)
-        found = evaluate_model(model, tokens, training_length, settings=SILENT)
-        return {"harm": found.harm.last, "loss": found.in_window.loss, "holds_to": found.verdict.holds_to}
+        result = evaluate_model(model, tokens, training_length, settings=SILENT)
+        return {"harm": result.harm.last, "loss": result.in_window.loss, "holds_to": result.verdict.holds_to}
 
     return Metric(name, measure, {"harm": False, "loss": False, "holds_to": True})
 
 
 def context_harm(tokens: Tokens, training_length: int, name: str = "context_harm") -> Metric:
-    """Harm of context beyond the training length, mean over the last octave of positions; tokens (S, L + 1).
+    """Excess loss from context, mean over the last doubling of the position; tokens (S, L + 1).
 
     The value of `EvaluationResult.harm.last`. Costs three forward passes per token.
     """
@@ -86,7 +86,7 @@ def misalignment(
 
 
 def retrieval(grid: RetrievalGrid, lengths: Sequence[int], name: str = "retrieval") -> Metric:
-    """Share of right greedy answers at each length, over all rows of the grid, with Wilson's intervals.
+    """Share of right greedy answers at each length, over all depths of the grid, with Wilson's intervals.
 
     The `accuracy` of `RetrievalResult.by_length`, which `lengthgen retrieve` prints, from 0 to 1. Checkpoints and
     learning rates are chosen by it in Chen et al., 2024 (arXiv:2410.07145), F.1.
@@ -100,10 +100,10 @@ def retrieval(grid: RetrievalGrid, lengths: Sequence[int], name: str = "retrieva
 
     def measure(model: nn.Module) -> dict[str, Any]:
         result = retrieval_accuracy(model, grid, lengths, settings=SILENT)
-        found = {length: n for length, n in zip(sorted(lengths), result.by_length, strict=True) if n.samples}
-        if without := sorted(set(lengths) - found.keys()):
+        shares = {length: n for length, n in zip(sorted(lengths), result.by_length, strict=True) if n.samples}
+        if without := sorted(set(lengths) - shares.keys()):
             raise ValueError(f"no question fits into {without[0]} tokens together with its facts: leave it out")
-        return {str(n): Estimate(share.right / share.samples, *share.interval()) for n, share in found.items()}
+        return {str(n): Estimate(share.right / share.samples, *share.interval()) for n, share in shares.items()}
 
     return Metric(name, measure, greater_is_better=True)
 

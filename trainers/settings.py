@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-# Other numbers must be at least 0, or at least their default if that is negative, such as -1 for "not given".
+# Other numbers must be at least 0, or at least their default if that is negative, such as -1 for "not set".
 AT_LEAST_ONE = (
     *("alignment_length", "alignment_max_extra", "alignment_min_extra", "training_length", "bptt_chunk_length"),
     *("bptt_window", "context_parallel_size", "expand_count", "expand_num_heads", "expand_state_size"),
@@ -20,7 +20,6 @@ WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text
 
 
 def defaults_of(settings: Any) -> dict[str, Any]:
-    """The default of each field of a dataclass."""
     return {
         item.name: item.default if item.default_factory is MISSING else item.default_factory()
         for item in fields(settings)
@@ -32,7 +31,7 @@ def check_settings(settings: Any, names: Collection[str] | None = None) -> None:
     module. Lists are not checked.
 
     Raises:
-        ValueError: with the field, what is allowed and what was given.
+        ValueError: with the field, what is allowed and the value.
     """
     hints = get_type_hints(type(settings))
     for item in fields(settings):

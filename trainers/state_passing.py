@@ -2,7 +2,7 @@
 
     h_{-1} of row i in step n  =  0 with probability p, else h_T of row i in step n - 1, without gradient
 
-The rows are shuffled, so row i of the previous step is another text.
+The data are shuffled, so row i of the previous step is another text.
 """
 
 from dataclasses import dataclass
@@ -33,11 +33,11 @@ from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialSt
 class PassedStates(InitialStateSource):
     """The final state of the same row in the previous step.
 
-    With shuffled rows, this is the state of a different sequence: state passing (section 4.4). With rows that continue
-    one another, it is truncated backpropagation through time (section 4.5).
+    With shuffled data, this is the state of a different sequence: state passing (section 4.4). With sequences that
+    continue one another, it is truncated backpropagation through time (section 4.5).
 
     Each micro-batch of gradient accumulation carries its own states, so that all states of a step come from the
-    previous step. A smaller batch uses and replaces the states of its first rows; the other rows keep theirs.
+    previous step. A smaller batch uses and replaces the states of its first rows; the other rows keep their states.
 
     Args:
         drop_probability: Probability that a sequence starts from zero, drawn independently for each sequence (0.1 in
@@ -70,7 +70,6 @@ class PassedStates(InitialStateSource):
         self._carried[place.micro_batch] = state
 
     def reset(self) -> None:
-        """Forget all carried states."""
         self._carried = {}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -83,7 +82,6 @@ class PassedStates(InitialStateSource):
         }
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Restore what `state_dict` returned."""
         places = {(int(key.split(".")[1]), int(key.split(".")[3])) for key in tensors}
         self._carried = {}
         for micro_batch, index in sorted(places):

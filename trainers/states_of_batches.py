@@ -1,4 +1,4 @@
-"""The states of a micro-batch: those that the source gives the model, and those that the model gives back."""
+"""The states of a micro-batch: initial states from the source, and final states from the model."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +22,9 @@ def with_training_states(trainer: Any, micro_batch: MicroBatch, inputs: dict[str
             state = trainer.initial_states.initial_state(place)
             source = type(trainer.initial_states).__name__
             from_zero = trainer.checks.ask_initial_state(state, micro_batch.where, source)
-            trainer.run_record.given = trainer.run_record.given + place.rows * (1 - from_zero.double())
+            trainer.run_record.nonzero_starts = trainer.run_record.nonzero_starts + place.rows * (
+                1 - from_zero.double()
+            )
             sequences = micro_batch.sequences
             share = from_zero if sequences is None else 1 - (1 - from_zero) * place.rows / sequences
             trainer.logs.add(zero_states=share)
@@ -33,7 +35,7 @@ def with_training_states(trainer: Any, micro_batch: MicroBatch, inputs: dict[str
         inputs["attention_cache"] = micro_batch.keys
     if trainer.shared.group is not None:
         inputs["sequence_group"] = trainer.shared.group
-        inputs.pop("labels")  # the target of a piece's last token is in the next; `shift_labels` have it
+        inputs.pop("labels")  # the target of a chunk's last token is in the next; `shift_labels` have it
     if micro_batch.crop_loss is not None:
         inputs.pop("shift_labels")  # Trainer counted them
     unwrap = partial(trainer.accelerator.unwrap_model, keep_torch_compile=False)
@@ -66,14 +68,14 @@ def with_evaluation_states(trainer: Any, inputs: dict[str, Any]) -> dict[str, An
     resets = inputs.pop("state_resets", None)
     if resets is not None and bool(resets[:, 1:].any()):
         raise ValueError(
-            "The evaluation data reset states inside rows (reset_at_document), which only training supports: "
+            "The evaluation data reset states inside sequences (reset_at_document), which only training supports: "
             "evaluate on PackedBlocks."
         )
     if trainer.takes_states:
         from_zero = type(trainer.initial_states).evaluation_state is InitialStateSource.evaluation_state
-        # processes are dealt rows of one sequence each
-        dealt = trainer.args.world_size > 1 and isinstance(trainer.data_collator, DataCollatorWithFlattening)
-        if (dealt or not from_zero) and (packed := read_rows(inputs)).starts is not None:
+        # each process gets rows of one sequence each
+        unpacks = trainer.args.world_size > 1 and isinstance(trainer.data_collator, DataCollatorWithFlattening)
+        if (unpacks or not from_zero) and (packed := read_rows(inputs)).starts is not None:
             inputs = unpacked(inputs, packed)
         rows = token_shape_of(inputs)[0]
         first_row = trainer.args.row_process_index * rows

@@ -61,7 +61,6 @@ class StateXConfig(MixedStatesConfig):
         super().check()
 
     def expansion(self) -> dict[str, Any]:
-        """The arguments of `expand_state`."""
         return {
             "layers": self.expand_layers,
             "count": self.expand_count,
@@ -77,7 +76,7 @@ class StateXTrainer(MixedStatesTrainer):
 
         trainer = StateXTrainer(model, StateXConfig("out", expand_count=4), train_dataset=blocks)
         trainer.train()
-        trainer.model  # the expanded model; the given one stays as it is
+        trainer.model  # the expanded model; `model` stays as it is
 
     A model whose config records an expansion (`lengthgen expand`, `expand_state`) is trained as it is. To resume, give
     the model of the first run and the same settings: it is expanded again and gets the weights of the checkpoint.
@@ -102,25 +101,25 @@ class StateXTrainer(MixedStatesTrainer):
         super().__init__(*positional, **keyword)
         if self.optimizer is not None:
             raise ValueError(
-                "The given optimizer holds the weights of the model before its expansion: leave optimizers out, or "
+                "The optimizer holds the weights of the model before its expansion: leave optimizers out, or "
                 "expand the model with expand_state and train it with another trainer."
             )
 
     def prepared(self, model: Any, args: StateXConfig) -> Any:
         """The model, expanded unless its config records an expansion."""
         if model is None:
-            raise ValueError("StateXTrainer expands a given model: give model, not model_init.")
+            raise ValueError("StateXTrainer expands a model: give model, not model_init.")
         check_model(model)
         recorded, expansion = recorded_expansions(base_of(model).config), args.expansion()
         if not recorded:
             return expand_state(model, **expansion, seed=args.seed)
-        given = {name for name, value in expansion.items() if value is not None and name != "initialization"}
+        requested = {name for name, value in expansion.items() if value is not None and name != "initialization"}
         if args.expand_initialization is not None and {*recorded.values()} != {args.expand_initialization}:
-            given.add("initialization")
-        if given:
+            requested.add("initialization")
+        if requested:
             raise ValueError(
                 f"The model was expanded already ({'; '.join(base_of(model).config.interventions)}), so the settings "
-                f"{sorted(given)} would have no effect: leave them out. To resume a run, give the model that it "
+                f"{sorted(requested)} would have no effect: leave them out. To resume a run, give the model that it "
                 "started from; to expand further, call expand_state."
             )
         return model

@@ -2,8 +2,8 @@
 
     h_{-1} of row i in step n  =  h_T of row i in step n - 1, without gradient
 
-The rows continue one another, so row i of the previous step is the text before; the source is that of state passing.
-Examples with labels are read whole in a step instead, in windows (`windows.py`), each from zero.
+Sequences continue one another, so row i of the previous step is the text before; the source is that of state passing.
+Examples with labels are instead read whole in one step, in windows (`windows.py`), each from zero.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from hf_recurrent_lengthgen.trainers.zero_state import ZeroStates
 class TbttConfig(CarriedStateConfig):
     """`TrainingArguments` and the settings of TBTT (Buitrago Ruiz and Gu, 2025, section 4.5).
 
-    The layout of texts in rows and the number of chunks before a reset are settings of the data
-    (`hf_recurrent_lengthgen.data.ContinuedChunks`). For other data, `bptt_chunk_length` is the length of the pieces in
-    which each row is read, and `bptt_window` is 1 by default.
+    The layout of texts and the number of chunks before a reset are settings of the data
+    (`hf_recurrent_lengthgen.data.ContinuedChunks`). For other data, `bptt_chunk_length` is the length of the chunks in
+    which each sequence is read, and `bptt_window` is 1 by default.
     """
 
 
@@ -36,7 +36,7 @@ class TbttTrainer(InitialStateTrainer):
         chunks = ContinuedChunks(stream, length=2048)
         trainer = TbttTrainer(model, TbttConfig("out"), train_dataset=chunks)
 
-    Or each row is an example with labels, however long, and is read in pieces of 2,048 tokens:
+    Or each sequence is an example with labels, however long, and is read in chunks of 2,048 tokens:
 
         trainer = TbttTrainer(model, TbttConfig("out", bptt_chunk_length=2048), train_dataset=chats)
     """

@@ -17,8 +17,8 @@ IDS = torch.int64, torch.int32  # what embeddings index with
 def usable_ids(
     model: nn.Module | None, inputs: Mapping[str, Any], ask: Callable[[Tensor, Callable[[], str]], None]
 ) -> dict[str, Any]:
-    """The inputs without ids and labels outside the vocabulary; `ask` has them refused before weights change, with row
-    and position, so that the device is not waited for. A model that names no vocabulary takes all.
+    """The inputs without ids and labels outside the vocabulary; `ask` refuses them before weights change, with row and
+    position, without waiting for the device. A model that names no vocabulary takes all.
 
     Raises:
         ValueError: for ids of another type than embeddings index with.

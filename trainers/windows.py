@@ -1,16 +1,16 @@
-"""Rows read in windows: the state goes on from window to window without gradient, as in TBTT inside the row.
+"""Sequences read in windows: the state is carried from window to window without gradient, as in TBTT.
 
-A row is an example, however long. Its windows have w chunks of C tokens (`bptt_window`, `bptt_chunk_length`), counted
-from its end, so that an answer there has a whole window before it; the first window may be shorter. Each window is a
-call of the model and a backward pass of its own, so memory is that of one window, whatever the length of the row. A
+A sequence is an example, however long. Its windows have w chunks of C tokens (`bptt_window`, `bptt_chunk_length`),
+counted from its end, so that an answer there has a whole window before it; the first window may be shorter. Each
+window is a call of the model and a backward pass of its own, so memory is that of one window, whatever the length. A
 window without a target has no gradient: it is read without a backward pass and without logits.
 
     h_{-1} of window k  =  h_T of window k - 1, without gradient;      loss  =  the sum over windows
 
-In a hybrid, keys and values go on as the state does: attention sees the whole row, or its `attention_window`.
+In a hybrid, keys and values are carried, too: attention sees the whole sequence, or its `attention_window`.
 
-Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), section 4.5, with whole examples in a step in place of rows that
-continue over steps: a step is the mean over all targets of its examples, and nothing is carried between steps.
+Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), section 4.5, with whole examples in a step in place of sequences
+that continue over steps: a step is the mean over all targets of its examples, and nothing is carried between steps.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.data.chunks import cut_rows, shifted_targets
 from hf_recurrent_lengthgen.data.collating import FILL
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
-from hf_recurrent_lengthgen.data.pieces import cut_rows, shifted_targets
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.rows import BORDERS, LONGEST, read_rows
 from hf_recurrent_lengthgen.models.state_value import keep_rows, states_checked_by_caller
@@ -52,7 +52,7 @@ def ended_together(inputs: Inputs) -> Inputs:
 
 
 def plan_windows(trainer: Any, batches: list[Inputs]) -> None:
-    """Say in each `MicroBatch` of a step which windows have targets, the same on all processes, and give rows the
+    """Note in each `MicroBatch` of a step which windows have targets, the same on all processes, and pad rows to the
     same length on all of them."""
     length = _length(trainer)
     targets = [_targets(batch) for batch in batches]
@@ -81,9 +81,9 @@ def plan_windows(trainer: Any, batches: list[Inputs]) -> None:
             "A step has no token that is a target, so it changes no weight, and its loss is 0. Examples whose answers "
             "are cut off teach nothing. Further steps like this are not reported."
         )
-    given = iter(facts)
+    remaining = iter(facts)
     for batch, each in zip(batches, targets, strict=True):
-        batch[MICRO_BATCH].windows = list(islice(given, -(-each.shape[1] // length)))
+        batch[MICRO_BATCH].windows = list(islice(remaining, -(-each.shape[1] // length)))
 
 
 def _length(trainer: Any) -> int:
@@ -114,29 +114,29 @@ def train_in_windows(
     mask = inputs.get("attention_mask", torch.ones(rows, columns, device=trainer.args.device))
     trainer.logs.add(idle_tokens=1 - mask.float().mean())
     borders = [0, *range(columns - (len(windows) - 1) * length, columns + 1, length)]
-    pieces = cut_rows(inputs, borders)
+    chunks = cut_rows(inputs, borders)
     synchronized = max((index for index, (scored, _) in enumerate(windows) if scored), default=None)
     loss, carried, base = torch.zeros((), device=trainer.args.device), None, base_of(trainer.model)
     keys = base.new_attention_cache() if getattr(base, "attends", False) else None
-    for index, ((piece, begins), (scored, padded)) in enumerate(zip(pieces, windows, strict=True)):
+    for index, ((chunk, begins), (scored, padded)) in enumerate(zip(chunks, windows, strict=True)):
         if index and trainer.needs_continued_data:
-            begun = mask[:, : borders[index]].any(1).sum()  # rows with a piece that TBTT continues
-            trainer.run_record.given = trainer.run_record.given + begun
+            begun = mask[:, : borders[index]].any(1).sum()  # sequences with a chunk that TBTT continues
+            trainer.run_record.nonzero_starts = trainer.run_record.nonzero_starts + begun
         if carried is not None and begins is not None:
             carried, keys = keep_rows(carried, ~begins), None if keys is None else keys.kept(~begins)
         ends = index == len(windows) - 1
         window = replace(micro_batch, carried=carried, keys=keys, ends=ends, is_last=micro_batch.is_last and ends)
-        given = {**piece, "labels": piece["shift_labels"]}  # stock models need both
+        batch = {**chunk, "labels": chunk["shift_labels"]}  # stock models need both
         if not padded:
-            given.pop("attention_mask", None)  # to read it is to wait for the device
+            batch.pop("attention_mask", None)  # to read it is to wait for the device
         waits = micro_batch.is_last and index != synchronized and isinstance(model, DistributedDataParallel)
         if not scored:
-            _read(trainer, model, given, window)
+            _read(trainer, model, batch, window)
         elif waits:
             with model.no_sync():
-                loss += train(given, window)
+                loss += train(batch, window)
         else:
-            loss += train(given, window)
+            loss += train(batch, window)
         carried, keys = window.carried, None if keys is None else keys.detached()
     return loss
 
@@ -152,10 +152,10 @@ def _read(trainer: Any, model: Any, inputs: Inputs, window: MicroBatch) -> None:
 
 
 def _targets(batch: Inputs) -> Tensor:
-    """(B, S), as `cut_rows` gives them."""
+    """(B, S), as in `cut_rows`."""
     targets = shifted_targets(batch.get("labels"), batch.get("shift_labels"), read_rows(batch))
     if targets is None:
-        raise ValueError("Rows that are read in windows (bptt_window) need labels: give labels or shift_labels.")
+        raise ValueError("Sequences that are read in windows (bptt_window) need labels: give labels or shift_labels.")
     return targets
 
 

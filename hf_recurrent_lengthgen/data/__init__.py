@@ -1,11 +1,11 @@
 """Training and evaluation data from text: corpora or files -> one token stream -> blocks, chunks or sequences."""
 
+from .chunks import piece_of_rows
 from .collating import PaddingCollator
 from .continued import ChunkKey, ContinuedChunks, StreamRowSampler, keep_long_documents
 from .corpora import Corpus, Document, load_rows, load_texts, split_names, standard_library_corpus
 from .examples import LabelledExamples
 from .packing import IGNORED_LABEL, PackedBlocks, evaluation_sequences
-from .pieces import piece_of_rows
 from .tokens import byte_tokenizer, token_stream
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Rows of several lengths as one batch."""
+"""Sequences of several lengths as one batch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ FILL = {"input_ids": PADDING_ID, "attention_mask": 0, "labels": IGNORED_LABEL, "
 
 
 class PaddingCollator:
-    """Collates rows into a batch, padded on the right to the longest; it needs neither a tokenizer nor a pad token.
+    """Collates sequences into a batch, padded on the right to the longest, without a tokenizer or a pad token.
 
     Token ids are padded with 0 and labels with -100; integers of all sizes become int64. Where lengths differ, the
-    batch has an `attention_mask`, 1 at real tokens. Numbers, such as the label of a whole row, are stacked.
+    batch has an `attention_mask`, 1 at real tokens. Numbers, such as the label of a whole sequence, are stacked.
     """
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -42,7 +42,7 @@ def _together(name: str, parts: list[Tensor]) -> Tensor:
         return torch.stack(parts)
     if name not in FILL:
         raise ValueError(
-            f"{name!r} of rows of several lengths cannot be padded: leave it out, or give an own data_collator. "
+            f"{name!r} of sequences of several lengths cannot be padded: leave it out, or write a data_collator. "
             f"What is padded is {', '.join(FILL)}."
         )
     return torch.nn.utils.rnn.pad_sequence(parts, True, FILL[name])

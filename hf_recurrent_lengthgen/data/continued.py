@@ -56,7 +56,7 @@ class ContinuedChunks(Dataset[Item]):
         lookahead: l, extra tokens at the end of each item, which also begin the next chunk.
 
     Raises:
-        ValueError: for a stream that is not one row of integers or is too short for one chunk, and for
+        ValueError: for a stream that is not one-dimensional and of integers, or is too short for one chunk, and for
             `reset_at_document` without a separator that occurs in the stream.
     """
 
@@ -158,7 +158,6 @@ class StreamRowSampler(Sampler[ChunkKey]):
         return self.steps * self.stream_rows
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the order of this epoch from the next iteration on."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[ChunkKey]:
@@ -183,7 +182,7 @@ def keep_long_documents(stream: Tensor | np.ndarray, separator_id: int, minimum_
         minimum_tokens: Minimum number of tokens in a document, without the separator.
 
     Raises:
-        ValueError: for a stream that is not one row of integers, and if no document is long enough.
+        ValueError: for a stream that is not one-dimensional and of integers, and if no document is long enough.
     """
     stream = as_stream(stream)
     separators = torch.from_numpy(np.flatnonzero(stream.numpy() == separator_id))
@@ -191,13 +190,13 @@ def keep_long_documents(stream: Tensor | np.ndarray, separator_id: int, minimum_
     last = len(stream) - int(lengths.sum()) - len(lengths)
     spans = torch.cat([lengths + 1, torch.tensor([last])])
     lengths = torch.cat([lengths, torch.tensor([last])])
-    kept = stream[(lengths >= minimum_tokens).repeat_interleave(spans)]
-    if not len(kept):
+    long = stream[(lengths >= minimum_tokens).repeat_interleave(spans)]
+    if not len(long):
         raise ValueError(
             f"no document of the stream has {minimum_tokens} tokens, the longest has {int(lengths.max())}; "
             "give longer documents or a smaller minimum"
         )
-    return kept
+    return long
 
 
 def _item(tokens: Tensor, document_starts: Tensor | None, begins: bool) -> Item:

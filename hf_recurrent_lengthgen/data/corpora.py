@@ -199,8 +199,8 @@ def _files_of_splits(path_or_name: str | Path) -> dict[str, list[str]]:
     if (names_of_splits := path / "dataset_dict.json").is_file():
         splits = json.loads(names_of_splits.read_text(encoding="utf-8"))["splits"]
         return {split: sorted(map(str, (path / split).glob("*.arrow"))) for split in splits}
-    found = {_BUILDER_OF_SUFFIX[file.suffix] for file in path.rglob("*") if file.suffix in _BUILDER_OF_SUFFIX}
-    if "text" not in found and len(found) < 2:
+    kinds = {_BUILDER_OF_SUFFIX[file.suffix] for file in path.rglob("*") if file.suffix in _BUILDER_OF_SUFFIX}
+    if "text" not in kinds and len(kinds) < 2:
         return {}
     from datasets import data_files
 

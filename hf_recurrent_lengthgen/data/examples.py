@@ -1,4 +1,4 @@
-"""Own examples, chats or prompts with completions, as rows with the loss on the answers.
+"""Labelled examples, chats or prompts with completions, as sequences with the loss on the answers.
 
 The losses are those of TRL's `SFTTrainer`: `assistant_only_loss` for chats, `completion_only_loss` for completions.
 """
@@ -25,8 +25,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class LabelledExamples(Dataset[dict[str, Tensor]]):
-    """One row for each example, however long: `{"input_ids": (n,), "labels": (n,)}`, int64; labels are -100 except on
-    what the model must answer, and the model shifts them. `PaddingCollator` makes batches of them.
+    """One sequence for each example, however long: `{"input_ids": (n,), "labels": (n,)}`, int64; labels are -100
+    except on what the model must answer, and the model shifts them. `PaddingCollator` makes batches of them.
 
     An example has one of two forms:
 
@@ -43,12 +43,12 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
         tokenizer: The tokenizer; for chats a fast one, whose template marks the answers.
 
     Attributes:
-        item_lengths: Tokens of each row, by which trainers group them.
-        longest: Tokens of the longest row.
+        item_lengths: Tokens of each sequence, by which trainers group them.
+        longest: Tokens of the longest sequence.
 
     Raises:
-        ValueError: for examples of another form or without an answer, with the number of the row; for a prompt whose
-            end is one token with the completion; and for a tokenizer that cannot say where answers are.
+        ValueError: for examples of another form or without an answer, with the number of the example; for a prompt
+            whose end is one token with the completion; and for a tokenizer that cannot say where answers are.
     """
 
     def __init__(self, examples: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -81,7 +81,7 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
 
 
 def _without_none(value: Any) -> Any:
-    """A value without keys of the value None, which `datasets` adds where other rows have them."""
+    """A value without keys of the value None, which `datasets` adds where other examples have them."""
     if isinstance(value, Mapping):
         return {key: _without_none(part) for key, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, list) else value
@@ -89,11 +89,11 @@ def _without_none(value: Any) -> Any:
 
 def _encoded(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Token ids of an example, and whether each is part of an answer."""
-    given = set(example)
-    if given & {"messages", "prompt", "completion"} == {"messages"}:
+    columns = set(example)
+    if columns & {"messages", "prompt", "completion"} == {"messages"}:
         return _chat(example, tokenizer)
-    if given & {"messages", "prompt", "completion"} != {"prompt", "completion"}:
-        raise ValueError(f"its columns are {sorted(given)}, but must be messages, or prompt and completion")
+    if columns & {"messages", "prompt", "completion"} != {"prompt", "completion"}:
+        raise ValueError(f"its columns are {sorted(columns)}, but must be messages, or prompt and completion")
     prompt, completion = example["prompt"], example["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         if tokenizer.eos_token_id is None:
@@ -116,7 +116,6 @@ def _encoded(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], lis
 
 
 def _chat(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """As `_encoded`, for a chat."""
     if tokenizer.chat_template and not _MARKS.search(tokenizer.get_chat_template(tools=example.get("tools"))):
         raise ValueError(
             "the chat template does not say which tokens are answers: put {% generation %} and {% endgeneration %} "
@@ -125,15 +124,15 @@ def _chat(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[b
         )
     [text], [answers] = _templated(example["messages"], example, tokenizer, return_assistant_tokens_mask=True)
     # `assistant_masks` before Transformers 5.24 go on to the end where no token holds the last character of an answer
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     in_answer = bytearray(len(text))
     for first, last in answers:
         in_answer[first:last] = b"\1" * (last - first)
-    return found["input_ids"], [any(in_answer[first:last]) for first, last in found["offset_mapping"]]
+    return encoded["input_ids"], [any(in_answer[first:last]) for first, last in encoded["offset_mapping"]]
 
 
 def _templated(messages: Any, example: Mapping[str, Any], tokenizer: Any, **options: Any) -> Any:
-    """What the chat template makes of messages: tokens, or texts and places of answers if a mask is asked for."""
+    """What the chat template makes of messages: tokens, or texts and places of answers with a mask of answers."""
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: give one that has, or prompt and completion as texts")
     if not messages or not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
@@ -153,7 +152,7 @@ def _templated(messages: Any, example: Mapping[str, Any], tokenizer: Any, **opti
     try:
         if options.get("return_assistant_tokens_mask"):
             return render_jinja_template([messages], chat_template=template, **tokenizer.special_tokens_map | options)
-        # a row may be longer than the tokenizer's model_max_length, of which it warns
+        # a sequence may be longer than the tokenizer's model_max_length, of which it warns
         return tokenizer.apply_chat_template(
             messages, return_dict=True, tokenizer_kwargs={"verbose": False}, **options
         )

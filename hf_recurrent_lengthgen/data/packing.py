@@ -24,7 +24,7 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
         length: T, the number of predictions per block, at least 1.
 
     Raises:
-        ValueError: for a stream that is not one row of integers or is too short for one block.
+        ValueError: for a stream that is not one-dimensional and of integers, or is too short for one block.
     """
 
     def __init__(self, stream: Tensor | np.ndarray, length: int) -> None:
@@ -40,7 +40,7 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
 
     @property
     def resume_record(self) -> dict[str, Any]:
-        """JSON values that identify the rows; a resumed run must have the same."""
+        """JSON values that identify the blocks; a resumed run must have the same."""
         return {"length": self.length, "tokens": self._blocks.numel(), "digest": sampled_digest(self._blocks.view(-1))}
 
     def __len__(self) -> int:
@@ -87,18 +87,18 @@ def evaluation_sequences(stream: Tensor | np.ndarray, count: int, length: int) -
 
 
 def as_stream(stream: Tensor | np.ndarray) -> Tensor:
-    """A stream as a tensor that shares its memory: token ids are often kept as uint16, and in a file, as
+    """A stream as a tensor that shares its memory: token ids are often stored as uint16, and in a file, as
     `np.memmap("train.bin", np.uint16, "r")` reads it.
 
     Raises:
-        ValueError: for anything but one row of integers.
+        ValueError: for anything but one dimension of integers.
     """
     with warnings.catch_warnings():  # PyTorch warns of arrays that cannot be written, which nothing here does
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         stream = torch.as_tensor(stream)
     if stream.ndim != 1 or stream.is_floating_point() or stream.dtype == torch.bool:
         raise ValueError(
-            f"stream is {tuple(stream.shape)} {stream.dtype}, but must be one row of integers, such as int64 or "
-            "uint16; use token_stream"
+            f"stream is {tuple(stream.shape)} {stream.dtype}, but must be one-dimensional and of integers, "
+            "such as int64 or uint16; use token_stream"
         )
     return stream

@@ -19,7 +19,7 @@ def unpacked(inputs: dict[str, Any], rows: Rows) -> dict[str, Any]:
     Args:
         inputs: `input_ids` (B, T), optionally `labels` and `shift_labels` (B, T), what describes the rows, and values
             other than tensors, which are passed on. Labels that the model shifts never cross a cut; labels that are
-            shifted already are kept.
+            shifted already stay.
         rows: What the inputs say (`read_rows`); sequences begin inside them.
 
     Returns:

@@ -34,7 +34,7 @@ def text_ids(tokenizer: Any, text: str, prefix: Sequence[int] | None = None) -> 
 
 
 def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None = None) -> Tensor:
-    """Token ids of all texts in one row, each after `text_prefix` and before the tokenizer's end-of-text token.
+    """Token ids of all texts in one stream, each after `text_prefix` and before the tokenizer's end-of-text token.
 
     Where these are the same token (OPT), one stands between two texts.
 
@@ -65,14 +65,14 @@ def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
     between = before[:0] if np.array_equal(before, ending) else before
     # A subclass may tokenize differently, so only the class itself is known to be plain bytes.
     encode = _encode_bytes if type(tokenizer) is ByT5Tokenizer else _encode
-    pieces: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     number_of_tokens = 0
     for ids in encode(documents, tokenizer):
         number_of_tokens += len(ids)
-        pieces += (between if pieces else before, ids, ending)
+        parts += (between if parts else before, ids, ending)
     if not number_of_tokens:
         raise ValueError(f"the {len(documents)} documents hold no token; give some text")
-    return torch.from_numpy(np.concatenate(pieces, dtype=np.int64))
+    return torch.from_numpy(np.concatenate(parts, dtype=np.int64))
 
 
 def _encode_bytes(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:

@@ -1,6 +1,6 @@
 """What a hybrid keeps of a text between two calls, as a value; `call_cache.CallCache` is that within one.
 
-Nothing is written in place. A call reads from the value before it and puts what comes after it beside that, so that
+Nothing is written in place. A call reads from the value before it and makes a new value, so that
 gradients flow through states, keys and values, and activation checkpointing recomputes from the same value.
 
 Keys and values (B, H, n, D) are those of the last n tokens, aligned at the last one: where rows have read unequally
@@ -118,7 +118,7 @@ class HybridCache(RecurrentCache):
         return self
 
     def taken(self, rows: Tensor | slice) -> "HybridCache":
-        """A cache with these rows, in the order given."""
+        """A cache with these rows, in that order."""
 
         def take(x: Tensor) -> Tensor:
             if isinstance(rows, slice):
@@ -141,12 +141,11 @@ class HybridCache(RecurrentCache):
 
     def kept(self, keep: Tensor) -> "HybridCache":
         """A cache in which only the rows where `keep` (B,) is true have read anything."""
-        kept = copy.copy(self)
-        kept._set_lengths(torch.where(keep, self.row_lengths(keep.device, len(keep)), 0))
-        return kept
+        copied = copy.copy(self)
+        copied._set_lengths(torch.where(keep, self.row_lengths(keep.device, len(keep)), 0))
+        return copied
 
     def become(self, other: "HybridCache") -> None:
-        """Hold what another cache holds."""
         self.__dict__ |= copy.copy(other).__dict__
 
     @classmethod

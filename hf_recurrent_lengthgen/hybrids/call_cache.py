@@ -86,12 +86,11 @@ class CallCache(Cache):
         return None if self.before is None else self.before[layer_idx]
 
     def keep(self, layer_idx: int, state: LayerState) -> None:
-        """Note the state after the tokens."""
         if not self.is_closed:
             self.after[layer_idx] = state
 
     def close(self) -> None:
-        """End the call: what activation checkpointing computes again from here on is not kept."""
+        """End the call: nothing that activation checkpointing recomputes later is stored."""
         self.is_closed = True
         self.after, self.new_keys = {}, {}
 
@@ -121,7 +120,6 @@ class CallCache(Cache):
         return self._part(layer_idx, "conv", state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The recurrent state before the first token."""
         return self._part(layer_idx, "recurrent", state_idx)
 
     def update_conv_state(
@@ -139,7 +137,6 @@ class CallCache(Cache):
         return torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Note the recurrent state after the tokens."""
         self._put(layer_idx, recurrent=recurrent_states)
         self.over_padding |= self.rows is not None
         return recurrent_states

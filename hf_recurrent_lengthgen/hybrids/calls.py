@@ -1,4 +1,4 @@
-"""What a call of a wrapped model has, for `registry.check_uses`, and what it is given in addition."""
+"""Checks of a call of a wrapped model (`registry.check_uses`), and its further arguments."""
 
 import inspect
 from typing import Any
@@ -42,7 +42,7 @@ def check_stock(model: PreTrainedModel) -> None:
         )
     text_type = model.config.get_text_config(decoder=True).model_type
     if text_type not in SUPPORTED:
-        unknown = f"{text_type!r} is no recurrent type that is known; those are {', '.join(sorted(SUPPORTED))}"
+        unknown = f"{text_type!r} is no supported recurrent type; those are {', '.join(sorted(SUPPORTED))}"
         raise ValueError(f"{name} cannot carry its states: {REFUSED.get(text_type, unknown)}.")
 
 
@@ -58,7 +58,7 @@ def uses_of_rows(rows: StockRows | None) -> dict[str, bool]:
     """Whether rows have padding, or several sequences."""
     if rows is None:
         return {}
-    return {"padding": rows.given.real is not None, SEVERAL: rows.given.starts is not None}
+    return {"padding": rows.layout.real is not None, SEVERAL: rows.layout.starts is not None}
 
 
 def check_prompt_mask(model: Any, cache: HybridCache, mask: Any, unread: Any) -> None:
@@ -88,14 +88,14 @@ def check_attention_cache(model: Any, cache: Any, state: RecurrentState | None) 
 
 
 def further_arguments(
-    model: Any, call: CallCache, position: int, given: Any, rows: StockRows | None, length: int
+    model: Any, call: CallCache, position: int, position_ids: Any, rows: StockRows | None, length: int
 ) -> dict[str, Tensor]:
-    """Positions that the stock model would not find, after a check of those given, and the mask that hides columns.
+    """Positions that the stock model would not find, after a check of those of the call, and a mask over columns.
 
     Args:
         call: What the stock model gets.
         position: Tokens before those of the call, where no row differs.
-        given: `position_ids` of the call.
+        position_ids: Of the call.
         rows: How rows are moved.
         length: Tokens of each row of the stock model.
     """
@@ -104,22 +104,22 @@ def further_arguments(
     before: Any = call.lengths_before
     begins = torch.tensor([position], device=model.device)[None] if before is None else before[:, None]
     positions = begins + torch.arange(length, device=model.device)
-    check_positions(given, rows, positions)
+    check_positions(position_ids, rows, positions)
     further = {}
     if before is not None and call.offset:
         columns = torch.arange(call.offset + length, device=model.device)
         further["attention_mask"] = (columns >= call.offset - begins).long()
-    # given, because Bamba does not ask the cache, and windows keep fewer columns than there were tokens
+    # needed, because Bamba does not ask the cache, and windows keep fewer columns than there were tokens
     takes = (position or before is not None) and "position_ids" in inspect.signature(type(model).forward).parameters
     return further | {"position_ids": positions} if takes else further
 
 
 def with_one_cache(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments in which a cache has the name that the stock `forward` takes."""
-    given = [each for each in CACHE_NAMES if arguments.get(each) is not None]
-    check_uses(model, {"two names of a cache": len(given) > 1})
+    names = [each for each in CACHE_NAMES if arguments.get(each) is not None]
+    check_uses(model, {"two names of a cache": len(names) > 1})
     others = {each: value for each, value in arguments.items() if each not in CACHE_NAMES}
-    return others | ({cache_argument(model): arguments[given[0]]} if given else {})
+    return others | ({cache_argument(model): arguments[names[0]]} if names else {})
 
 
 def let_checkpointing_recompute(model: nn.Module) -> None:

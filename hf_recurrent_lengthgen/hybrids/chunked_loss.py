@@ -26,7 +26,7 @@ def read_without_logits(
 
     Args:
         rows: How the rows are moved; None if they are not.
-        arguments: For the rows as they are given, with targets.
+        arguments: For the rows of the call, with targets.
         further: Arguments for moved rows.
     """
     labels, shift_labels = (arguments.get(name) for name in TARGETS)
@@ -42,13 +42,13 @@ def read_without_logits(
         return _dropped(read)
     keeps = arguments.get("logits_to_keep", 0)
     check_uses(model, {"logits_to_keep": not (isinstance(keeps, int) and keeps == 0), "labels": True})
-    given = {name: value for name, value in arguments.items() if name not in (*TARGETS, "num_items_in_batch")}
+    inputs = {name: value for name, value in arguments.items() if name not in (*TARGETS, "num_items_in_batch")}
     call.skips_logits = True
 
-    def without(**given: Any) -> ModelOutput:
-        return _dropped(forward(**given))
+    def without(**inputs: Any) -> ModelOutput:
+        return _dropped(forward(**inputs))
 
-    output = rows.read(model, without, given, further) if rows else without(**of_whole_rows(given, ()), **further)
+    output = rows.read(model, without, inputs, further) if rows else without(**of_whole_rows(inputs, ()), **further)
     backbone, vocabulary = call.backbone_output, model.config.get_text_config(decoder=True).vocab_size
     hidden = backbone.last_hidden_state
 
@@ -61,7 +61,7 @@ def read_without_logits(
         )
         return summed
 
-    targets = shifted(labels, shift_labels, rows.given if rows else Rows(size))
+    targets = shifted(labels, shift_labels, rows.layout if rows else Rows(size))
     loss = chunked_loss(
         score, head, rows.back(hidden) if rows else hidden, targets, arguments.get("num_items_in_batch")
     )

@@ -75,18 +75,18 @@ class HybridGenerationMixin:
             ValueError: if the state does not fit the prompt or holds NaN, with a cache, and without `use_cache`.
         """
         kwargs = with_one_cache(self, kwargs)
-        given = _hybrid_cache_of(kwargs)
-        before: Any = copy.copy(given)
+        passed = _hybrid_cache_of(kwargs)
+        before: Any = copy.copy(passed)
         try:
             kwargs |= _arguments(self, inputs, initial_state, attention_cache, args, kwargs)
             result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
             cache = _hybrid_cache_of(kwargs)
-            if cache is not None and (given is not None or not isinstance(result, Tensor)):
+            if cache is not None and (passed is not None or not isinstance(result, Tensor)):
                 read = functools.partial(self, **uncounted(kwargs, self.config))
                 cache.end_generate(getattr(result, "sequences", result), read, cache_argument(self))
         except BaseException:
-            if given is not None:
-                given.become(before)
+            if passed is not None:
+                passed.become(before)
             raise
         return result
 
@@ -97,31 +97,31 @@ def _arguments(
     state: RecurrentState | None,
     attention_cache: HybridCache | None,
     positional: tuple[Any, ...],
-    given: dict[str, Any],
+    keyword: dict[str, Any],
 ) -> dict[str, Any]:
-    """Further arguments for the stock `generate`, which gets `positional` and `given` ones.
+    """Further arguments for the stock `generate`, which gets `positional` and `keyword` ones.
 
     The stock `generate` is left as it is without a cache.
     """
-    config = positional[0] if positional else given.get("generation_config")
+    config = positional[0] if positional else keyword.get("generation_config")
 
     def setting(name: str, default: Any = None) -> Any:
-        if name in given:
-            return default if given[name] is None else given[name]
+        if name in keyword:
+            return default if keyword[name] is None else keyword[name]
         for source in (vars(config) if config is not None else {}, vars(model.generation_config)):
             if source.get(name) is not None:
                 return source[name]
         return default
 
-    check_prompts(given)
-    if "position_ids" in given:
-        given["position_ids"] = text_positions(given["position_ids"])
-    prompt = next((x for x in (inputs, given.get("input_ids"), given.get("inputs_embeds")) if x is not None), None)
-    if prompt is not None and given.get("position_ids") is not None:
-        rows = rows_of(_tokens(prompt) | {"position_ids": given["position_ids"]})
+    check_prompts(keyword)
+    if "position_ids" in keyword:
+        keyword["position_ids"] = text_positions(keyword["position_ids"])
+    prompt = next((x for x in (inputs, keyword.get("input_ids"), keyword.get("inputs_embeds")) if x is not None), None)
+    if prompt is not None and keyword.get("position_ids") is not None:
+        rows = rows_of(_tokens(prompt) | {"position_ids": keyword["position_ids"]})
         check_uses(model, uses_of_rows(rows) | {"use_cache": True})
     name, use_cache = cache_argument(model), bool(setting("use_cache", True))
-    cache = given.get(name)
+    cache = keyword.get(name)
     starts = state is not None or recorded(model.config)["active"] is not None
     stock = cache is not None and not isinstance(cache, HybridCache)
     uses: dict[str, Any] = {"states": state is not None, "use_cache": cache is not None, "no prompt": prompt is None}

@@ -1,4 +1,4 @@
-"""Models of Transformers whose configurations say more than stock classes read, and the classes that load them.
+"""Models of Transformers with settings that stock classes do not read, and the classes that load them.
 
 Sizes of single layers stand where Transformers keeps settings of single layers, in `per_layer_config` of the
 configuration: `{"0": {"mamba_d_state": 64}}`. Stock classes of hybrids do not read them for their mixers and refuse
@@ -19,7 +19,7 @@ def sizes_of_layers(config: Any) -> dict[int, dict[str, Any]]:
     """The settings of single layers in a configuration, by layer; none in Transformers that have no such field."""
     if not getattr(config, "is_heterogeneous", False):
         return {}
-    return {int(layer): given for layer, given in config.to_dict()["per_layer_config"].items()}
+    return {int(layer): settings for layer, settings in config.to_dict()["per_layer_config"].items()}
 
 
 def with_size(config: Any, field: str, sizes: dict[int, int]) -> None:
@@ -33,8 +33,8 @@ def with_size(config: Any, field: str, sizes: dict[int, int]) -> None:
             "States of different sizes need a Transformers whose configurations have per_layer_config: install a "
             'newer one, or give layers="all".'
         )
-    given = sizes_of_layers(config)
-    config.per_layer_config = given | {layer: given.get(layer, {}) | {field: size} for layer, size in sizes.items()}
+    known = sizes_of_layers(config)
+    config.per_layer_config = known | {layer: known.get(layer, {}) | {field: size} for layer, size in sizes.items()}
 
 
 def says_more(config: Any) -> bool:
@@ -44,7 +44,7 @@ def says_more(config: Any) -> bool:
 
 @functools.cache
 def described_class(stock: Any) -> Any:
-    """A class that makes models of a stock class with all that their configuration says."""
+    """A class that makes models of a stock class with all settings of their configuration."""
 
     def __init__(self: Any, config: Any, *positional: Any, **keyword: Any) -> None:
         sizes = sizes_of_layers(config)
@@ -67,7 +67,7 @@ def described_class(stock: Any) -> Any:
 
 
 def new_model(stock: Any, config: Any) -> Any:
-    """A model of a stock class, with all that its configuration says."""
+    """A model of a stock class, with all settings of its configuration."""
     return described_class(stock)(config) if says_more(config) else stock(config)
 
 

@@ -42,8 +42,8 @@ class Mamba2Mixer(StateMixer):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Also without a cache on kernels: the stock class has no guard for rows beyond their 32-bit addresses."""
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, (Cache, Tensor))]
-        if given or self.backend_for(hidden_states) == "torch":
+        others = [x for x in (*args, *kwargs.values()) if isinstance(x, (Cache, Tensor))]
+        if others or self.backend_for(hidden_states) == "torch":
             return super().forward(hidden_states, *args, **kwargs)
         return self.read(hidden_states, self.state_before(None, hidden_states), None)[0]
 
@@ -164,9 +164,9 @@ class DeltaMixer(StateMixer):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Also without a cache where the stock class has no kernel: its functions keep all that they compute."""
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, (Cache, Tensor))]
+        others = [x for x in (*args, *kwargs.values()) if isinstance(x, (Cache, Tensor))]
         kernels = hidden_states.device.type != "cpu" and (self.kernel_available or is_kernels_available())
-        if given or kernels or hidden_states.is_meta:
+        if others or kernels or hidden_states.is_meta:
             return super().forward(hidden_states, *args, **kwargs)
         return self.read(hidden_states, self.state_before(None, hidden_states), None)[0]
 
@@ -251,8 +251,8 @@ class LightningMixer(StateMixer):
         return LayerShape((self.num_attention_heads, self.head_dim, self.head_dim), (0,))
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = super().forward(hidden_states, *args, **kwargs)
-        return found if isinstance(found, tuple) else (found, None)
+        output = super().forward(hidden_states, *args, **kwargs)
+        return output if isinstance(output, tuple) else (output, None)
 
     def read(self: Any, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
         qkv = self.act_fn(self.qkv_proj(x)).unflatten(-1, (self.num_attention_heads, -1))
@@ -268,27 +268,27 @@ class LightningMixer(StateMixer):
 class XlstmBackend:
     """The recurrence of xLSTM. One tensor (B, H, N P + N + 1) holds memory, normalizer and stabilizer.
 
-    The layer hands on what stands in place of the memory, (call, layer), without looking at it.
+    The layer passes (call, layer), in place of the memory, on without looking at it.
     """
 
-    def forward(self: Any, *args: Any, c_initial: Any = None, **given: Any) -> Any:
+    def forward(self: Any, *args: Any, c_initial: Any = None, **inputs: Any) -> Any:
         if not isinstance(c_initial, tuple):
-            return super().forward(*args, c_initial=c_initial, **given)  # type: ignore[misc]
-        (call, layer), N = c_initial, given["query"].shape[3]
-        # in evaluation, Transformers reads long rows in chunks, and hands on nothing between them
+            return super().forward(*args, c_initial=c_initial, **inputs)  # type: ignore[misc]
+        (call, layer), N = c_initial, inputs["query"].shape[3]
+        # in evaluation, Transformers reads long rows in chunks, and carries nothing between them
         state = (None if self.training else call.after.get(layer)) or call.before_layer(layer)
         c_initial = None
         if state is not None:
             memory, n, m = state.recurrent.split([state.recurrent.shape[-1] - N - 1, N, 1], -1)
-            c_initial, given["n_initial"], given["m_initial"] = memory.unflatten(-1, (N, -1)), n, m
+            c_initial, inputs["n_initial"], inputs["m_initial"] = memory.unflatten(-1, (N, -1)), n, m
         if call.rows is not None:  # forget gates that keep everything, input gates that write nothing
             begin = 0 if self.training else call.columns.get(layer, 0)
-            call.columns[layer] = end = begin + given["query"].shape[2]
+            call.columns[layer] = end = begin + inputs["query"].shape[2]
             past_end = ~call.rows.real[:, None, begin:end]
-            largest = torch.finfo(given["fgate"].dtype).max
-            given["fgate"] = given["fgate"].masked_fill(past_end, min(1e6, largest))
-            given["igate"] = given["igate"].masked_fill(past_end, -min(1e30, largest))
-        h, (memory, n, m) = super().forward(*args, c_initial=c_initial, **given)  # type: ignore[misc]
+            largest = torch.finfo(inputs["fgate"].dtype).max
+            inputs["fgate"] = inputs["fgate"].masked_fill(past_end, min(1e6, largest))
+            inputs["igate"] = inputs["igate"].masked_fill(past_end, -min(1e30, largest))
+        h, (memory, n, m) = super().forward(*args, c_initial=c_initial, **inputs)  # type: ignore[misc]
         recurrent = torch.cat([memory.flatten(2), n, m], -1)
         call.keep(layer, LayerState(recurrent, recurrent.new_empty(len(recurrent), 0)))
         return h, (memory, n, m)

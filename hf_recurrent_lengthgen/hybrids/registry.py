@@ -73,7 +73,7 @@ SUPPORTED = {
 }
 
 REFUSED = {
-    "glm5_next_text": "its attention selects keys with an index that is kept in a cache of its own kind",
+    "glm5_next_text": "its attention selects keys with an index in a cache of its own kind",
     "inkling_text": "it has no recurrent layers, only attention with four short convolutions around each",
     "inkling2_text": "it has no recurrent layers, only attention with short convolutions around each",
     "inkling2_loop_text": "it has no recurrent layers, only attention with short convolutions around each",
@@ -131,9 +131,9 @@ def stock_type_of(model: Any) -> StockType:
 
 def check_uses(model: Any, uses: Mapping[str, Any]) -> None:
     """Raise a `ValueError` for what a model cannot do; `uses` that are None or false do not count."""
-    asked = {name for name, value in uses.items() if value is not None and value is not False}
+    requested = {name for name, value in uses.items() if value is not None and value is not False}
     for names, why in REFUSED_USES.items():
-        if asked.issuperset(names):
+        if requested.issuperset(names):
             raise ValueError(f"{type(model).__name__} does not take {' with '.join(names)}: {why}.")
 
 

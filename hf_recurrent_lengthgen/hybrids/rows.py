@@ -1,10 +1,10 @@
 """Rows with padding, and rows of several sequences, read by stock models as rows without them.
 
 No token of a causal model sees what comes after it. So the tokens of each sequence move to the front of a row of
-their own, the stock model reads these rows without a mask, at positions from 0, and what it gives moves back. Only a
+their own, the stock model reads these rows without a mask, at positions from 0, and its outputs move back. Only a
 state after the tokens would see the padding at the end of the shorter rows; the mixers keep it from that.
 
-Shapes: B rows and T tokens as given; N sequences, L tokens of the longest one.
+Shapes: B rows and T tokens of the call; N sequences, L tokens of the longest one.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ class StockRows:
     """How the rows of one call become those that a stock model reads, and back.
 
     Args:
-        given: The rows of the call, with padding or several sequences.
+        layout: The rows of the call, with padding or several sequences.
 
     Attributes:
         moved: The one group of the N sequences.
@@ -39,13 +39,13 @@ class StockRows:
         padded: The N rows, if some have padding at their ends; None if all sequences have L tokens.
     """
 
-    def __init__(self, given: Rows) -> None:
-        self.given = given
-        self.moved = MovedRows.of_sequences(given, together=True)
+    def __init__(self, layout: Rows) -> None:
+        self.layout = layout
+        self.moved = MovedRows.of_sequences(layout, together=True)
         (self.padded,) = self.moved.groups
         self.rows, self.length = self.moved.orders[0].shape
         self._source = self.moved.source
-        self._kept: Tensor | None = None
+        self._chosen: Tensor | None = None
 
     def to_front(self, x: Tensor) -> Tensor:
         """(B, T, ...) to (N, L, ...), with zeros behind shorter sequences."""
@@ -78,13 +78,13 @@ class StockRows:
         read.lengths = torch.cat([lengths, lengths.new_zeros(1)])[owners]
         return read
 
-    def arguments(self, model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the N rows, without targets, since `loss` gets the logits that moved back."""
         left_out = {*LAYOUT, *TARGETS, "num_items_in_batch"}
-        moved = {name: value for name, value in given.items() if name not in left_out and value is not None}
+        moved = {name: value for name, value in arguments.items() if name not in left_out and value is not None}
         moved |= {name: self.to_front(moved[name]) for name in TOKENS if name in moved}
-        self._keep(model, moved, any(given.get(name) is not None for name in TARGETS))
-        if experts_counted(given, model.config):
+        self._keep(model, moved, any(arguments.get(name) is not None for name in TARGETS))
+        if experts_counted(arguments, model.config):
             # the loss of experts counts the tokens of this mask
             real: Any = torch.ones_like(self.moved.orders[0]) if self.padded is None else self.padded.real
             check_uses(model, {"a row without a real token": not bool(real[:, 0].all()), "output_router_logits": True})
@@ -104,19 +104,19 @@ class StockRows:
         if isinstance(keep, int) and keep == 0:
             return
         check_uses(model, {"logits_to_keep": True, "labels": has_targets})
-        self._kept = self._source[:, -keep:] if isinstance(keep, int) else self._source[:, keep]
-        moved["logits_to_keep"] = (self._kept % self.length).unique()
+        self._chosen = self._source[:, -keep:] if isinstance(keep, int) else self._source[:, keep]
+        moved["logits_to_keep"] = (self._chosen % self.length).unique()
         self._places = moved["logits_to_keep"]
 
     def output(self, output: ModelOutput) -> dict[str, Any]:
         """The entries of an output of the stock model for the B rows."""
         moved = dict(output)
         for name, value in output.items():
-            if name == "logits" and self._kept is not None:
-                columns = self._kept % self.length
+            if name == "logits" and self._chosen is not None:
+                columns = self._chosen % self.length
                 if value.shape[1] == len(self._places):  # else the model keeps all logits, as xLSTM does
                     columns = torch.searchsorted(self._places, columns)
-                moved[name] = value[self._kept // self.length, columns]
+                moved[name] = value[self._chosen // self.length, columns]
             elif name in PER_TOKEN:
                 moved[name] = self.back(value)
             elif name == "hidden_states":
@@ -141,20 +141,22 @@ class StockRows:
 
     def _loss(self, model: Any, output: dict[str, Any], arguments: dict[str, Any]) -> Tensor:
         """The loss as the stock model computes it, from logits and targets of the B rows."""
-        given = {name: arguments[name] for name in (*TARGETS, "num_items_in_batch") if arguments.get(name) is not None}
-        for name in given.keys() & {*TARGETS}:
-            if given[name].shape != self.given.shape:
-                raise ValueError(f"{name} must have shape {self.given.shape}, got {tuple(given[name].shape)}.")
-        if "shift_labels" in given:
-            shifted = scored_labels(given["shift_labels"], self.given, shifted=True).contiguous()
-            given |= {"labels": shifted, "shift_labels": shifted}
+        targets = {
+            name: arguments[name] for name in (*TARGETS, "num_items_in_batch") if arguments.get(name) is not None
+        }
+        for name in targets.keys() & {*TARGETS}:
+            if targets[name].shape != self.layout.shape:
+                raise ValueError(f"{name} must have shape {self.layout.shape}, got {tuple(targets[name].shape)}.")
+        if "shift_labels" in targets:
+            shifted = scored_labels(targets["shift_labels"], self.layout, shifted=True).contiguous()
+            targets |= {"labels": shifted, "shift_labels": shifted}
         else:
-            given["labels"] = scored_labels(given["labels"], self.given)
+            targets["labels"] = scored_labels(targets["labels"], self.layout)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         logits: Tensor = output["logits"]
-        loss: Tensor = model.loss_function(logits=logits, vocab_size=vocabulary, **given)
+        loss: Tensor = model.loss_function(logits=logits, vocab_size=vocabulary, **targets)
         if z_loss_coefficient := getattr(model, "z_loss_coefficient", 0):  # Bamba's, here without padding
-            real = logits if self.given.real is None else logits[self.given.real]
+            real = logits if self.layout.real is None else logits[self.layout.real]
             loss = loss + z_loss_coefficient * real.logsumexp(-1).to(loss.dtype).pow(2).mean()
         return with_loss_of_experts(model, loss, output)
 
@@ -167,8 +169,8 @@ def with_loss_of_experts(model: Any, loss: Tensor, output: Mapping[str, Any]) ->
 
 def experts_counted(arguments: dict[str, Any], config: Any) -> bool:
     """Whether a call computes the loss of experts."""
-    asked = arguments.get("output_router_logits")
-    return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
+    value = arguments.get("output_router_logits")
+    return bool(getattr(config, "output_router_logits", False) if value is None else value)
 
 
 def uncounted(arguments: dict[str, Any], config: Any) -> dict[str, bool]:
@@ -182,10 +184,10 @@ def _coefficient(model: Any) -> float:
     return float(owner.router_aux_loss_coef)
 
 
-def with_share_of_experts(model: Any, call: Callable[[Any], Any], arguments: dict[str, Any]) -> Any:
-    """The output of a call; of `num_items_in_batch` targets, its share counts of the loss of its experts, too.
+def scale_router_loss(model: Any, call: Callable[[Any], Any], arguments: dict[str, Any]) -> Any:
+    """The output of a call, whose router loss is scaled by its share of the `num_items_in_batch` targets.
 
-    Stock models add all of that loss, a mean over tokens, so that it grows with the number of micro-batches.
+    Stock models add the whole router loss, a mean over tokens, so it would grow with the number of micro-batches.
     """
     items = arguments.get("num_items_in_batch")
     if items is None:
@@ -203,7 +205,7 @@ def _targets(arguments: dict[str, Any]) -> Tensor:
     shifted = arguments.get("shift_labels") is not None
     labels, mask = arguments["shift_labels" if shifted else "labels"], arguments.get("attention_mask")
     rows = rows_of(arguments, 0 if mask is None else mask.shape[1] - labels.shape[1])
-    labels = labels if rows is None else scored_labels(labels, rows.given, shifted)
+    labels = labels if rows is None else scored_labels(labels, rows.layout, shifted)
     return (labels[:, 0 if shifted else 1 :] != IGNORED_LABEL).sum()
 
 
@@ -244,15 +246,15 @@ def refuse_unread(arguments: dict[str, Any]) -> None:
         raise ValueError(f"{wrong} are not read: say where sequences begin by {', '.join(LAYOUT[:4])}.")
 
 
-def of_whole_rows(arguments: dict[str, Any], kept: tuple[str, ...]) -> dict[str, Any]:
-    """The arguments of a call for rows of whole sequences: of what describes them, 2-D tensors that are `kept`."""
-    left = {name: value for name, value in arguments.items() if name not in LAYOUT}
-    for name in kept:
+def of_whole_rows(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of a call for rows of whole sequences, with those 2-D tensors of `names` that describe rows."""
+    chosen = {name: value for name, value in arguments.items() if name not in LAYOUT}
+    for name in names:
         value = arguments.get(name)
         value = text_positions(value) if name == "position_ids" else value
         if isinstance(value, Tensor) and value.ndim == 2:
-            left[name] = value
-    return left
+            chosen[name] = value
+    return chosen
 
 
 def reads_tokens(model: Any) -> bool:
@@ -266,8 +268,8 @@ def check_positions(positions: Any, rows: StockRows | None, expected: Tensor) ->
         return
     positions = text_positions(positions)
     wrong = positions != (expected if rows is None else rows.back(expected.expand(rows.rows, -1)))
-    if rows is not None and rows.given.real is not None:
-        wrong = wrong & rows.given.real
+    if rows is not None and rows.layout.real is not None:
+        wrong = wrong & rows.layout.real
     if bool(wrong.any()):
         first = " or ".join(map(str, expected[:, 0].unique().tolist()))
         raise ValueError(

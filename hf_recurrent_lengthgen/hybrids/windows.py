@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.hybrids.registry import ROPE, SUPPORTED, check_uses
 
 
 def window_of(config: Any) -> int | None:
-    """W of a config, or that of its text model; None for all keys, and for types of which it says something else."""
+    """W of a config, or of its text model; None for full attention, and for types where the field differs."""
     config = config.get_text_config(decoder=True)  # LED names the blocks of its encoder so
     return getattr(config, "attention_window", None) if config.model_type in SUPPORTED else None
 
@@ -34,16 +34,16 @@ def set_window(model: Any, window: int | str | None) -> None:
     before = window_of(config)
     if isinstance(window, str) and window.isdecimal():
         window = int(window)
-    wanted = before if window is None else None if window == "none" else window
-    if wanted is not None:
-        check_window(model, wanted)
-    if wanted != before:
-        config.attention_window = wanted
+    new = before if window is None else None if window == "none" else window
+    if new is not None:
+        check_window(model, new)
+    if new != before:
+        config.attention_window = new
 
 
 @contextmanager
 def attending_to(model: Any, window: int | None) -> Iterator[None]:
-    """Within the block, the config of a wrapped model has another window, None for all keys."""
+    """Within the block, the config of a wrapped model has another window, None for full attention."""
     values = vars(model.config.get_text_config(decoder=True))
     before = {name: value for name, value in values.items() if name == "attention_window"}
     values["attention_window"] = window
@@ -91,11 +91,11 @@ def _masking(stock: Any) -> Any:
     """A function that makes masks, within the window of the config."""
 
     @functools.wraps(stock)
-    def mask(*args: Any, **given: Any) -> Any:
-        if "config" in given and (window := window_of(given["config"])) is not None:
-            given["mask_function"] = and_masks(given["mask_function"], sliding_window_overlay(window))
-            given["local_size"] = min(window, given.get("local_size") or window)
-        return stock(*args, **given)
+    def mask(*args: Any, **options: Any) -> Any:
+        if "config" in options and (window := window_of(options["config"])) is not None:
+            options["mask_function"] = and_masks(options["mask_function"], sliding_window_overlay(window))
+            options["local_size"] = min(window, options.get("local_size") or window)
+        return stock(*args, **options)
 
     return mask
 
@@ -105,10 +105,10 @@ def _attending(stock: Any) -> Any:
     takes = "sliding_window" in inspect.signature(stock).parameters
 
     @functools.wraps(stock)
-    def attend(module: Any, *args: Any, **given: Any) -> Any:
+    def attend(module: Any, *args: Any, **options: Any) -> Any:
         if takes and (window := window_of(module.config)) is not None:
-            given["sliding_window"] = min(window, given.get("sliding_window") or window)
-        return stock(module, *args, **given)
+            options["sliding_window"] = min(window, options.get("sliding_window") or window)
+        return stock(module, *args, **options)
 
     return attend
 
@@ -116,7 +116,7 @@ def _attending(stock: Any) -> Any:
 def limits_of(model: Any) -> list[int | None]:
     """How many keys each layer of a model must keep for the tokens that follow; None for all."""
     window = window_of(model.config)
-    return [min(found) - 1 if (found := {window, own} - {None}) else None for own in model._layout.windows]
+    return [min(windows) - 1 if (windows := {window, own} - {None}) else None for own in model._layout.windows]
 
 
 def check_same_window(model: Any, cache: Any) -> None:

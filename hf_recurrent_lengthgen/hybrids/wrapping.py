@@ -43,7 +43,7 @@ from hf_recurrent_lengthgen.hybrids.rows import (
     reads_tokens,
     refuse_unread,
     rows_of,
-    with_share_of_experts,
+    scale_router_loss,
 )
 from hf_recurrent_lengthgen.hybrids.windows import (
     check_same_window,
@@ -70,17 +70,10 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
 
     lora_target_modules = property(adapter_targets)
 
-    @property
+    @functools.cached_property
     def _layout(self) -> Layout:
-        """What `stateful` has found; a model that its class has made or loaded is prepared when this is asked for."""
-        if "_found" not in self.__dict__:
-            _prepare(self)
-        found: Layout = self.__dict__["_found"]
-        return found
-
-    @_layout.setter
-    def _layout(self, found: Layout) -> None:
-        self.__dict__["_found"] = found
+        """The layout that `stateful` sets; a model that its class has made or loaded is prepared at the first use."""
+        return _prepare(self)
 
     @property
     def attends(self) -> bool:
@@ -156,7 +149,7 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
         check_call(self, cache)
         check_uses(self, {"sequence_group": arguments.get("sequence_group")})
         obey_window(self)
-        if any(given is not None for given in (initial_state, attention_cache)) or output_final_state:
+        if initial_state is not None or attention_cache is not None or output_final_state:
             uses_cache = bool(arguments.get("use_cache")) or cache is not None
             check_uses(self, {"states": True, "use_cache": uses_cache})
             if attention_cache is not None:
@@ -178,12 +171,12 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
 
     def _returns_cache(self: Any, arguments: dict[str, Any], rows: StockRows | None) -> bool:
         """Whether a call without a cache returns one, as in Transformers."""
-        if (asked := arguments.get("use_cache")) is not None:
-            return bool(asked)
+        if (use_cache := arguments.get("use_cache")) is not None:
+            return bool(use_cache)
         default = getattr(self.config.get_text_config(decoder=True), "use_cache", False)
         if self.training or torch.compiler.is_compiling() or not default:
             return False
-        return rows is None or rows.given.starts is None
+        return rows is None or rows.layout.starts is None
 
     @torch.compiler.disable(reason="wrapped models run uncompiled from a state")
     def _read(
@@ -201,27 +194,27 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
             state: The state before the tokens; None for that in the cache that the call `fills`, or the first one.
             cache: Keys and values before the tokens, to which those of the tokens go; None for no others.
             rows: How the rows are moved; None if they are not.
-            arguments: Of the stock model, for the rows as they are given.
+            arguments: Of the stock model, for the rows of the call.
             keeps: Whether the output has the final state.
             fills: The name under which the output has the cache, which then gets the final state, too.
         """
-        rows_given, length = size = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
+        batch_size, length = size = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
         if cache is not None:
-            cache.check_rows(rows_given)
+            cache.check_rows(batch_size)
             check_same_window(self, cache)
         if fills is not None and cache is not None:
             check_uses(self, {"a cache of keys without a state": cache.state is None and cache.position > 0})
             state = cache.state
         uses = {"use_cache": fills is not None, "another head": not reads_tokens(self)}
         check_uses(self, uses_of_rows(rows) | uses)
-        state = self.first_state(rows_given) if state is None else self._check_state(state, rows_given)
+        state = self.first_state(batch_size) if state is None else self._check_state(state, batch_size)
         keys, padded = cache, None
         if rows is not None:
             state, keys = rows.starting(state, learned_row(self)), rows.keys(cache)
             size, padded = (rows.rows, rows.length), rows.padded
         call = CallCache(self._layout, state, keys, padded, self.dtype)
-        start, given = 0 if cache is None else cache.position, arguments.get("position_ids")
-        further = further_arguments(self, call, start, given, rows, size[1])
+        start, positions = 0 if cache is None else cache.position, arguments.get("position_ids")
+        further = further_arguments(self, call, start, positions, rows, size[1])
         experts = experts_counted(arguments, self.config)
         unequal = {"a cache of rows of unequal length": "attention_mask" in further}
         check_uses(self, unequal | {"output_router_logits": experts})
@@ -282,7 +275,7 @@ def _stateful_class(stock: Any) -> Any:
         bound.pop("self")
         arguments = with_one_cache(self, {**bound, **extra})
         call = functools.partial(self._forward, initial_state, output_final_state, attention_cache)
-        return with_share_of_experts(self, call, arguments)
+        return scale_router_loss(self, call, arguments)
 
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[p for p in parameters if p not in catch_all] + added + catch_all
@@ -305,11 +298,11 @@ def stateful(model: PreTrainedModel, attention_window: int | str | None = None) 
         model: A model of a type in `registry.SUPPORTED`, with or without language modeling head. Not a PEFT model:
             wrap first, then add adapters.
         attention_window: Number of tokens that a token attends to, itself included, which is put into the config;
-            "none" for all, and None for what the config says.
+            "none" for full attention, and None for the window of the config.
 
     Returns:
         The same object, with the methods of `StatefulMixin`. Its `forward` takes `initial_state`, `attention_cache`
-        and `output_final_state` (by default true if one of the others is given) and returns `final_state`. Its
+        and `output_final_state` (by default true with one of the others) and returns `final_state`. Its
         `generate` takes `initial_state` and `attention_cache`.
 
     Raises:
@@ -332,13 +325,15 @@ def stateful(model: PreTrainedModel, attention_window: int | str | None = None) 
     return wrapped
 
 
-def _prepare(model: Any) -> None:
-    """Let the mixers of a model of a stateful class, and its backbone, take states, and find their layout."""
+def _prepare(model: Any) -> Layout:
+    """Let the mixers of a model of a stateful class, and its backbone, take states; their layout."""
     take_mixers_over(model)
-    model._layout = layout_of(model)
+    layout: Layout = layout_of(model)
+    model._layout = layout
     backbone = model.base_model
     if backbone is not model and isinstance(backbone, PreTrainedModel):
         # Some training scripts call the backbone without the head; a stock backbone would ignore a state silently.
         if not isinstance(backbone, StatefulMixin):
             backbone.__class__ = _stateful_class(cast(Any, type(backbone)))
-        backbone._layout = model._layout
+        model.base_model._layout = layout
+    return layout

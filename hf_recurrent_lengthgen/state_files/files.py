@@ -31,7 +31,7 @@ from hf_recurrent_lengthgen.state_files.transitions import check_transitions
 from hf_recurrent_lengthgen.versions import version_of
 
 FORMAT, MAJOR, MINOR = "text_state", 2, 1
-"""A file of a newer minor version is read, and what is new in it is kept; one of another major version is refused."""
+"""A file of a newer minor version is read, with its new fields; one of another major version is refused."""
 _FIELDS = ("format", "format_version", "written_by", "position", "prefix_sha256", "origin", CHECKSUM)
 _PART = re.compile(r"layers\.(\d+)\.(recurrent|conv|window|keys|values|transition)")
 _NAME = re.compile(r"position-(\d{12,18})\.safetensors")
@@ -136,11 +136,11 @@ def _check_finite(text_state: TextState, name: str) -> None:
 
 
 def _check_prefix(text_state: TextState, tokens: Tokens, name: str) -> None:
-    """Raise a `ValueError` if a text state has not read the beginning of the tokens, or does not know what it read."""
+    """Raise a `ValueError` if a text state has not read the beginning of the tokens, or has no prefix."""
     rows = check_rows(tokens)
-    what = "of another text, or of other rows"
+    what = "of another text, or of another batch"
     if rows.shape[1] < text_state.position:
-        what = f"more than the {rows.shape[1]} of the text given"
+        what = f"more than the {rows.shape[1]} of these tokens"
     elif not text_state.prefix:
         what = "and does not tell which"
     elif len(rows) == text_state.rows and prefix_hash(rows[:, : text_state.position]) == text_state.prefix:
@@ -163,12 +163,12 @@ def _fitted(text_state: TextState, model: Any, tokenizer: Any, name: str) -> Tex
     state = check_state(state, model.state_shapes(), text_state.rows, model.device, state_dtype(model.dtype), name)
     sizes = model._layout.attending if getattr(model, "attends", False) else {}
     for index in sorted({*text_state.keys, *sizes}):
-        held = [(*part.shape, part.dtype) for part in text_state.keys.get(index, ())]
-        length = text_state.keys[index].keys.shape[2] if held else 0
+        stored = [(*part.shape, part.dtype) for part in text_state.keys.get(index, ())]
+        length = text_state.keys[index].keys.shape[2] if stored else 0
         needed = [(text_state.rows, heads, length, size, model.dtype) for heads, size in sizes.get(index, ())]
-        if held != needed:
+        if stored != needed:
             raise ValueError(
-                f"{name}: layer {index} has the keys and values {held}, but {type(model).__name__} needs {needed}."
+                f"{name}: layer {index} has the keys and values {stored}, but {type(model).__name__} needs {needed}."
             )
     keys = {i: LayerKeys(*(part.to(model.device) for part in layer)) for i, layer in text_state.keys.items()}
     transitions = {i: part.to(model.device) for i, part in text_state.transitions.items()}
@@ -176,7 +176,6 @@ def _fitted(text_state: TextState, model: Any, tokenizer: Any, name: str) -> Tex
 
 
 def file_at(folder: str | os.PathLike[str], position: int) -> Path:
-    """The file of the text state at a position."""
     return Path(folder) / f"position-{position:012}.safetensors"
 
 

@@ -2,7 +2,7 @@
 
 A prompt of prefix P, context C and suffix S becomes X_i = [P, C_i, S] for each chunk C_i. Surest is that whose first
 answer token has the least entropy, E_i = -sum_v Pr(v | X_i) log2 Pr(v | X_i). The last chunk is as long as the others,
-and may begin in the one before it (the paper's code pads it): chunks are rows of equal length, of a text state, too.
+and may begin in the one before it (the paper's code pads it): chunks are rows of equal length, also of a text state.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ def ask_surest(model: Any, text_state: TextState, prompt: Tensor, **generation: 
     """
     if len(prompt) != 1:
         raise ValueError(f"ask_surest asks one prompt, of all chunks, got {len(prompt)}: ask them one by one.")
-    reader, found = StateReader.of(model, "asking chunks"), []
+    reader, per_batch = StateReader.of(model, "asking chunks"), []
     batch, _ = reading_plan(reader, text_state.rows, text_state.position + prompt.shape[1], None, None)
     for first in range(0, text_state.rows, batch):
         chunks = text_state.take(slice(first, first + batch))
@@ -53,7 +53,7 @@ def ask_surest(model: Any, text_state: TextState, prompt: Tensor, **generation: 
         start = start_of(model, read_text(model, ids[:, :-1], chunks) if ids.shape[1] > 1 else chunks)
         with evaluation_mode(reader.model):
             logits, _ = reader.read(ids[:, -1:], (start["initial_state"], start.get("attention_cache")), 1)
-        found.append(entropy(logits[:, -1]).cpu())
-    entropies = torch.cat(found)
+        per_batch.append(entropy(logits[:, -1]).cpu())
+    entropies = torch.cat(per_batch)
     chunk = int(entropies.argmin())
     return ask(model, text_state.take(slice(chunk, chunk + 1)), prompt, **generation), chunk, entropies

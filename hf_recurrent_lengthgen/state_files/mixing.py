@@ -66,8 +66,8 @@ def compose(written: Sequence[Tensor], transitions: Sequence[Tensor], orders: Or
     for point, weight in zip(*leggauss(count // 2 + 1), strict=True):
         state, product = zero, torch.ones_like(transitions[0])
         for own, decay in zip(written, transitions, strict=True):
-            kept = 1 + (decay - 1) * (float(1 + point) / 2)
-            state, product = state * kept + product * own, product * kept
+            factor = 1 + (decay - 1) * (float(1 + point) / 2)
+            state, product = state * factor + product * own, product * factor
         total = total + state * (float(weight) / 2)
     return total
 

@@ -52,7 +52,6 @@ class Origin:
 
 
 def origin_of(model: Any, tokenizer: Any = None) -> Origin:
-    """The origin of what a model reads."""
     model = base_of(model)
     name = getattr(model, "adapter_folder", "") or getattr(model.config, "_name_or_path", "") or type(model).__name__
     return Origin(
@@ -96,7 +95,7 @@ def prefix_hash(tokens: Tensor | np.ndarray, before: str = NO_TOKENS) -> str:
     """The hash of a text after `tokens` (B, n), from the hash `before` them.
 
     h_t = SHA-256(h_{t-1} + the ids of the B rows at t as little-endian int64), so a text can be continued without its
-    earlier tokens, and the pieces in which it is read do not matter.
+    earlier tokens, and the chunks in which it is read do not matter.
     """
     ids = np.asarray(tokens.numpy(force=True) if isinstance(tokens, Tensor) else tokens)
     data, width = np.ascontiguousarray(ids.T, dtype="<i8").tobytes(), 8 * len(ids)
@@ -128,9 +127,9 @@ def check_origin(stored: Origin, model: Any, tokenizer: Any, name: str) -> Origi
     if stored.tokenizer and here.tokenizer and stored.tokenizer != here.tokenizer:
         differing.append("the tokenizer")
     if differing:
-        given = "which has the same name" if stored.name == here.name else here.name
+        other = "which has the same name" if stored.name == here.name else here.name
         raise ValueError(
-            f"{name} was read with {stored.name}, which differs from the model given, {given}, in "
+            f"{name} was read with {stored.name}, which differs from this model, {other}, in "
             f"{' and '.join(differing)}: give the model that read it, or read the text again."
         )
     return here

@@ -1,6 +1,6 @@
 """A text state: all that a model keeps of a text that it has read up to a position.
 
-A text state is a value: nothing here changes one that it is given, so many questions can be asked from one.
+A text state is a value: no function here changes its argument, so many questions can be asked from one.
 
 Shapes: B rows, T tokens, H heads of keys, D size of a key or value.
 """
@@ -47,7 +47,7 @@ class TextState:
         origin: The model and tokenizer.
         keys: Keys and values, by attention layer.
         metadata: Further fields of its file, also those that this version does not know.
-        transitions: What the text does to an earlier state (transitions.py), by layer; none unless asked for.
+        transitions: What the text does to an earlier state (transitions.py), by layer; by default none.
     """
 
     state: RecurrentState
@@ -64,13 +64,12 @@ class TextState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         tensors = [part for layer in self.state for part in layer] + [*self.transitions.values()]
         tensors += [part for layer in self.keys.values() for part in layer]
         return sum(part.nbytes for part in tensors)
 
     def take(self, rows: Tensor | slice) -> "TextState":
-        """Rows by index tensor or slice, in the order given, whose prefixes and transitions are then unknown."""
+        """Rows by index tensor or slice, in that order, whose prefixes and transitions are then unknown."""
         keys = {index: LayerKeys(*(part[rows] for part in layer)) for index, layer in self.keys.items()}
         return replace(self, state=take_rows(self.state, rows), prefix="", keys=keys, transitions={})
 
@@ -113,13 +112,13 @@ def read_text(
     chunk_length: int | None = None,
     transitions: bool = False,
 ) -> TextState:
-    """Read a text, or the continuation of one, in pieces, so that memory does not grow with it.
+    """Read a text, or the continuation of one, in chunks, so that memory does not grow with it.
 
     Keys and values of attention layers do grow.
 
     Args:
         model: A model of this package or from `stateful`, also in PEFT.
-        tokens: Token ids, (T,) or (B, T); a memory map is read piece by piece.
+        tokens: Token ids, (T,) or (B, T); a memory map is read chunk by chunk.
         text_state: What the text continues; None for a new text, which starts from the active learned state, or zero.
         tokenizer: The tokenizer that made the tokens, to be known to files; None if unknown.
         chunk_length: Tokens in a forward pass; None to choose by memory.
@@ -174,14 +173,14 @@ def text_states(
     if getattr(reader.model, "attends", False) and cache[1] is None:
         cache = (cache[0], reader.model.new_attention_cache())
     _, chunk = reading_plan(reader, len(rows), rows.shape[1], len(rows), chunk_length)
-    prefix, begin, found = text_state.prefix, 0, dict(text_state.transitions)
-    if transitions and text_state.position and not found:
+    prefix, begin, recorded = text_state.prefix, 0, dict(text_state.transitions)
+    if transitions and text_state.position and not recorded:
         raise ValueError("The text state was read without transitions: read the text from its beginning with them.")
     with evaluation_mode(reader.model):
         for stop in stops:
             for first, last in chunk_borders(stop, chunk, (), begin):
                 ids = torch.from_numpy(rows[:, first:last].astype(np.int64)).to(reader.device)
-                with recorded_transitions(reader.model, found) if transitions else nullcontext():
+                with recorded_transitions(reader.model, recorded) if transitions else nullcontext():
                     _, cache = reader.read(ids, cache, 1)
                 if prefix:
                     prefix = prefix_hash(rows[:, first:last], prefix)
@@ -189,7 +188,7 @@ def text_states(
             begin = stop
             position = text_state.position + stop
             read = replace(text_state, state=cache[0], position=position, prefix=prefix, keys=keys_of(cache[1]))
-            yield replace(read, transitions=dict(found) if transitions else {})
+            yield replace(read, transitions=dict(recorded) if transitions else {})
 
 
 def keys_of(cache: Any) -> dict[int, LayerKeys]:

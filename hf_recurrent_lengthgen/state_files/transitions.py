@@ -38,18 +38,18 @@ def check_transitions(transitions: Mapping[int, Tensor], state: RecurrentState, 
             raise ValueError(f"{name}: the transition of layer {i} is missing, not finite, or fits no such state.")
 
 
-def recorded_transitions(model: Any, found: dict[int, Tensor]) -> AbstractContextManager[None]:
-    """Within the block, what the model reads extends the transitions `found`, by layer."""
+def recorded_transitions(model: Any, recorded: dict[int, Tensor]) -> AbstractContextManager[None]:
+    """Within the block, what the model reads extends the transitions `recorded`, by layer."""
     if getattr(model, "attends", False):
         raise ValueError("Texts that a hybrid reads cannot be composed, keys and values not: leave transitions out.")
     if getattr(model.config, "forgetting", None) or learned_row(model) is not None:
         why = "is made to forget, or starts from a learned state, which would count once for each text"
         raise ValueError(f"This {type(model).__name__} {why}: read without these, or without transitions.")
 
-    return recorded_scans(model, {name: partial(_record, found, one) for name, one in AFFINE_MAPS.items()})
+    return recorded_scans(model, {name: partial(_record, recorded, one) for name, one in AFFINE_MAPS.items()})
 
 
-def _record(found: dict[int, Tensor], affine_map: Any, layer: int, *arguments: Tensor) -> None:
+def _record(recorded: dict[int, Tensor], affine_map: Any, layer: int, *arguments: Tensor) -> None:
     *inputs, state = arguments
     transition = affine_map(*(x.to(state.dtype) for x in inputs)).factor
-    found[layer] = moved_on(found[layer], transition) if layer in found else transition
+    recorded[layer] = moved_on(recorded[layer], transition) if layer in recorded else transition

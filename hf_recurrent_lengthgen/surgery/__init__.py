@@ -1,4 +1,4 @@
-"""Changes to the weights of a model, and scales that are found for its layers."""
+"""Changes to the weights of a model, and calibrated scales of its layers."""
 
 from .calibration import Calibration, calibrate
 from .mimetic import mimetic_initialization

@@ -1,4 +1,4 @@
-"""One scale for each layer, of its steps or its decays, that is found on texts; the weights stay.
+"""One scale for each layer, of its steps or its decays, calibrated on texts; the weights stay.
 
 MambaExtend (Azizi et al. 2025, ICLR, Algorithm 1) scales the steps, "Mamba Modulation" (Lu et al. 2025,
 arXiv:2509.19633) A. Both find the scales by gradients (Algorithm 2, CF_BP) or without (Algorithm 3, CF_ZO). This is

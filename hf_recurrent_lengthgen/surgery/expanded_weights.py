@@ -77,11 +77,11 @@ def draw_as_released(mixer: Any) -> None:
 def widened_mamba2(old: Weights, new: Weights, groups: int, how: str) -> Weights:
     """Mamba-2 with more rows of B and C (Eq. 5), which follow [z, x] in `in_proj` and x in `conv1d`, group by group.
 
-    "reinit": A_log, dt_bias and the rows and channels of B and C are new; D and the rows of dt are kept. "released":
-    so is the norm of the outputs. "merge-copy": as "released", but rows and channels of B and C are N'/N copies of the
-    old ones in each group (the authors' code knows one group), so that C . B grows by N'/N. Copies get equal gradients
-    and stay equal. "inherit": the old rows are kept and the new rows of C are zero. So outputs do not change, and
-    gradients reach C first, then B.
+    "reinit": A_log, dt_bias and the rows and channels of B and C are new; D and the rows of dt stay. "released":
+    the norm of the outputs is new, too. "merge-copy": as "released", but rows and channels of B and C are N'/N copies
+    of the old ones in each group (the authors' code knows one group), so that C . B grows by N'/N. Copies get equal
+    gradients and stay equal. "inherit": the old rows stay, and the new rows of C are zero. So outputs do not change,
+    and gradients reach C first, then B.
     """
     inner = old["out_proj.weight"].shape[1]
     result = dict(old)
@@ -153,7 +153,7 @@ def _rms(x: Tensor) -> Tensor:
 def merged_heads(old: Weights, new: Weights, how: str) -> Weights:
     """GLA, HGRN-2, linear attention and RWKV with fewer and larger heads (Eq. 4); g old heads become one new head.
 
-    "reinit", "released": all weights are new. "inherit", "merge-copy": weights of single heads are kept, (H, N) as
+    "reinit", "released": all weights are new. "inherit", "merge-copy": weights of single heads stay, (H, N) as
     (H/g, g*N). Weights that all heads share (norms, feature maps) are repeated for the merged heads, matrices along
     the diagonal.
     """
@@ -210,6 +210,5 @@ EXPANSIONS = {
 
 
 def expansion_of(mixer: Any) -> Expansion:
-    """How a mixer is expanded."""
     kind = "heads" if getattr(mixer, "grows", None) == "num_heads" else str(kind_of(mixer))
     return EXPANSIONS[kind]

@@ -29,15 +29,15 @@ ONE_SIZE = {"falcon_h1", *STATEFUL_CLASSES}
 """Types of Transformers whose layers are expanded together only."""
 
 
-def layers_of(given: str | int | Iterable[int | str] | None, name: str) -> Any:
-    """ "all", layer numbers or None, from what a person gives; `name` is that of the setting in errors."""
-    layers = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    if given is None or layers == ["all"]:
-        return None if given is None else "all"
+def layers_of(value: str | int | Iterable[int | str] | None, name: str) -> Any:
+    """ "all", layer numbers or None, from a setting called `name`."""
+    layers = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+    if value is None or layers == ["all"]:
+        return None if value is None else "all"
     try:
         return sorted({int(str(layer)) for layer in layers})  # str refuses 1.5 and True
     except ValueError as error:
-        raise ValueError(f'{name} must be "all" or layer numbers, got {given!r}.') from error
+        raise ValueError(f'{name} must be "all" or layer numbers, got {value!r}.') from error
 
 
 class Growth(NamedTuple):
@@ -67,7 +67,6 @@ class Plan(NamedTuple):
     after: dict[int, int]
 
     def describe(self, initialization: str) -> str:
-        """What was done, in words."""
         changes = sorted({(self.before[layer], self.after[layer]) for layer in self.layers})
         sizes = ", ".join(f"{before} -> {after}" for before, after in changes)
         which = f"layer{'s' * (len(self.layers) > 1)} {str([*self.layers])[1:-1]}"
@@ -88,16 +87,16 @@ def expansion_plan(
     growth, mixers = growth_of(blank), expandable_mixers(blank)
     recurrent = tuple(mixers)
     layers = layers if layers is None or layers == "all" else sorted(set(layers))
-    given: dict[str, Any] = {"factor": factor, "state_size": state_size, "num_heads": num_heads}
-    given = {name: value for name, value in given.items() if value is not None}
+    sizes: dict[str, Any] = {"factor": factor, "state_size": state_size, "num_heads": num_heads}
+    sizes = {name: value for name, value in sizes.items() if value is not None}
     other = "num_heads" if growth.size == "state_size" else "state_size"
     shared = {name: getattr(config, name, None) for name in (*SHARED_HEADS, "num_heads")}
     some = not growth.per_layer and layers != "all" and set(layers or ()) != set(recurrent)
     refused = {
-        f"give one of factor, state_size and num_heads, got {given}": len(given) > 1,
-        f"factor must be a finite number above 1, got {factor}": "factor" in given
-        and not 1 < given["factor"] < math.inf,
-        f"{other} does not apply to {config.model_type}: its state grows by {growth.size} or factor": other in given,
+        f"give one of factor, state_size and num_heads, got {sizes}": len(sizes) > 1,
+        f"factor must be a finite number above 1, got {factor}": "factor" in sizes
+        and not 1 < sizes["factor"] < math.inf,
+        f"{other} does not apply to {config.model_type}: its state grows by {growth.size} or factor": other in sizes,
         f"heads share keys ({shared}), and merged heads would need more weights": len({*shared.values()} - {None}) > 1,
         f"give layers or count, not both, got {layers} and {count}": layers is not None and count is not None,
         f"its configuration has one {growth.field} for all layers, so some of them cannot be expanded alone: give "
@@ -117,7 +116,7 @@ def expansion_plan(
     chosen = tuple(layers)
     before = {layer: size_of(blank, growth, layer) for layer in recurrent}
     after = before | {
-        layer: _new_size(growth.size, layer, before[layer], factor, given.get(growth.size)) for layer in chosen
+        layer: _new_size(growth.size, layer, before[layer], factor, sizes.get(growth.size)) for layer in chosen
     }
     new = copy.deepcopy(config)
     if growth.per_layer:
@@ -166,12 +165,12 @@ def size_of(model: PreTrainedModel, growth: Growth, layer: int) -> int:
     return int(recurrent[-1] if growth.size == "state_size" else recurrent[0])
 
 
-def _new_size(size: str, layer: int, old: int, factor: float | None, given: int | None) -> int:
+def _new_size(size: str, layer: int, old: int, factor: float | None, new_size: int | None) -> int:
     if size == "state_size":
-        new = old * (DEFAULT_FACTOR if factor is None else factor) if given is None else given
+        new = old * (DEFAULT_FACTOR if factor is None else factor) if new_size is None else new_size
         fits, what = new > old, "larger integer"
     else:
-        new = (1 if factor is None else old / factor) if given is None else given
+        new = (1 if factor is None else old / factor) if new_size is None else new_size
         fits, what = 1 <= new < old and old % new == 0, "smaller divisor"
     if not fits or new % 1:
         raise ValueError(

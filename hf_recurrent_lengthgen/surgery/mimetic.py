@@ -44,8 +44,8 @@ def mimetic_initialization(
     """Initialize the Mamba-1, FalconMamba, Mamba-2 or GLA mixers of a model mimetically, in place.
 
     Mixers are recognized by their parameters (`layers_known.py`), so classes of Transformers and fla, hybrids and
-    models whose code came with a checkpoint work, too. The config and all other weights are kept. It is for a new
-    model, once: `a` and `bc` change what is there.
+    models whose code came with a checkpoint work, too. The config and all other weights stay. Call it once,
+    for a new model: `a` and `bc` change its weights.
 
     A switch is on, off, or None for the default of the mixer: in Mamba-1 all but `conv`, in Mamba-2 all, in GLA `a`,
     `bc` and, with short convolutions, `conv`.
@@ -81,22 +81,22 @@ def mimetic_initialization(
         raise ValueError(
             f"c must be finite and above 0 (the paper takes 2, 4 or 8), offset at least 0; {c}, {offset}."
         )
-    given = dict(zip(SWITCHES, (a, delta, bc, conv), strict=True))
+    switches = dict(zip(SWITCHES, (a, delta, bc, conv), strict=True))
     # check every mixer before changing any, and change each once: averaging twice would move W_C further
     mixers = _chosen(model, layers)
     _check_plain(mixers)
-    chosen = [(mixer, _switched_on(mixer, given), key_and_query_weights(mixer)) for mixer in mixers]
+    chosen = [(mixer, _switched_on(mixer, switches), key_and_query_weights(mixer)) for mixer in mixers]
     slower = [_slower(mixer, c, offset) if "a" in on and mixer.kind != "GLA" else None for mixer, on, _ in chosen]
-    for (mixer, switches, (W_B, W_C)), a_log in zip(chosen, slower, strict=True):
+    for (mixer, on, (W_B, W_C)), a_log in zip(chosen, slower, strict=True):
         if a_log is not None:
             mixer.module.A_log.copy_(a_log)
-        elif "a" in switches:
+        elif "a" in on:
             _set_gates(mixer, c, offset)
-        if "delta" in switches:
+        if "delta" in on:
             _set_steps(mixer)
-        if "bc" in switches:
+        if "bc" in on:
             W_C.copy_((W_C + W_B) / 2)
-        if "conv" in switches:
+        if "conv" in on:
             _set_identity(_convolutions(mixer))
 
 
@@ -139,34 +139,34 @@ def _chosen(model: nn.Module, layers: Iterable[int] | None) -> list[KnownMixer]:
     mixers = known_mixers(model)
     if layers is None:
         return mixers
-    wanted, there = list(layers), sorted({mixer.layer for mixer in mixers})
-    if not wanted or not set(wanted) <= set(there):
-        raise ValueError(f"layers must be some of {there}, got {wanted}; None takes all.")
-    return [mixer for mixer in mixers if mixer.layer in wanted]
+    chosen, existing = list(layers), sorted({mixer.layer for mixer in mixers})
+    if not chosen or not set(chosen) <= set(existing):
+        raise ValueError(f"layers must be some of {existing}, got {chosen}; None takes all.")
+    return [mixer for mixer in mixers if mixer.layer in chosen]
 
 
-def _switched_on(mixer: KnownMixer, given: dict[str, bool | None]) -> set[str]:
-    """The switches that are on for a mixer, as given or by default."""
+def _switched_on(mixer: KnownMixer, switches: dict[str, bool | None]) -> set[str]:
+    """The switches that are on for a mixer, by argument or by default."""
     lacking = {}
     if mixer.kind == "GLA":
         lacking["delta"] = "GLA has no step size: its gates are decay and step in one, which is the switch a"
     if not _convolutions(mixer):
         lacking["conv"] = "it has no short convolution"
     for name, reason in lacking.items():
-        if given[name]:
+        if switches[name]:
             raise ValueError(f"{name} does not exist in layer {mixer.layer} ({mixer.kind}): {reason}. Leave it out.")
     default = set(PAPER_SWITCHES[mixer.kind]) - lacking.keys()
-    switches = {name for name, on in given.items() if (name in default if on is None else on)}
+    chosen = {name for name, on in switches.items() if (name in default if on is None else on)}
     # in the config for our classes, in the mixer for those of Transformers
     holders = (mixer.module, getattr(mixer.module, "config", None))
     limits = [limit for of in holders if (limit := getattr(of, "time_step_limit", None))]
     least, most = limits[0] if limits else (0.0, math.inf)
-    if "delta" in switches and not least <= 1 <= most:
+    if "delta" in chosen and not least <= 1 <= most:
         raise ValueError(
             f"delta sets step sizes to 1, but layer {mixer.layer} clamps them to {least} to {most} (time_step_limit "
             "of the config): give a time_step_limit with 1 inside, such as (0.0, float('inf')), or delta=False."
         )
-    return switches
+    return chosen
 
 
 def _convolutions(mixer: KnownMixer) -> list[Any]:

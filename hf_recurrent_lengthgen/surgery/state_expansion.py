@@ -16,7 +16,7 @@
 - "released" and "merge-copy" are what the authors' code does (thunlp/StateX, commit 76d15ef), for Mamba-2 and GLA.
   "released" differs from the text: in Mamba-2 A = 1 to H, dt_bias = 1, and a new norm of the outputs; in GLA xavier
   draws with gain 2^-2.5 and a new norm before the block. Its baseline is "merge-copy": in Mamba-2 copies of trained
-  rows of B and C, the rest as in "released"; in GLA the heads' weights are kept, and the norm before the block is new.
+  rows of B and C, the rest as in "released"; in GLA the heads' weights stay, and the norm before the block is new.
 
 The delta rule (DeltaNet, Gated DeltaNet, KDA, RWKV-7) cannot inherit. A key of norm 1 over g merged heads has a norm
 of about 1 / sqrt(g) in each, so that it erases 1 / g of what it erased, and g rates and decays become one. The same
@@ -103,10 +103,10 @@ def expand_state(
     initialization: Initialization = "reinit",
     seed: int = 0,
 ) -> Any:
-    """A new model of the same class with larger states in some layers; the given model and its config do not change.
+    """A new model of the same class with larger states in some layers; `model` and its config do not change.
 
     Expand before you add adapters, quantize or turn on activation checkpointing, which are not carried over. Frozen
-    parameters stay frozen. Dtype, device and tied weights are those of the given model.
+    parameters stay frozen. Dtype, device and tied weights are those of `model`.
 
     Args:
         model: A language model of this package, also one whose code came with a checkpoint; or a stock or stateful
@@ -161,7 +161,6 @@ def expand_state(
 
 
 def _expanded_weights(model: PreTrainedModel, new: Any, plan: Plan, how: Initialization) -> Weights:
-    """The weights of the new model from those of the given one."""
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     mixers, old_mixers = expandable_mixers(new), expandable_mixers(model)
     for layer in plan.layers:
@@ -240,7 +239,6 @@ def expanded_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def _recurrent_elements(model: PreTrainedModel, layer: int) -> int:
-    """Elements of a layer's recurrent state."""
     mixer: Any = expandable_mixers(model)[layer][1]
     if hasattr(mixer, "state_shape"):
         return int(torch.Size(mixer.state_shape.recurrent).numel())
@@ -269,8 +267,8 @@ def _check_plain(model: PreTrainedModel) -> None:
 
 def _copy_buffers(old: nn.Module, new: nn.Module) -> None:
     """Put buffers that no checkpoint holds, such as rotary frequencies, on the device of the model."""
-    kept = dict(old.named_buffers())
+    buffers = dict(old.named_buffers())
     for name, buffer in new.named_buffers():
         parent, _, last = name.rpartition(".")
-        value = kept[name].clone() if kept[name].shape == buffer.shape else buffer.to(kept[name])
+        value = buffers[name].clone() if buffers[name].shape == buffer.shape else buffer.to(buffers[name])
         setattr(new.get_submodule(parent), last, value)

@@ -25,7 +25,7 @@ EMBEDDING_NORMS = ("pre_norm.", "pre_ln.")
 def initialize_from_teacher_layer(student: Any, teacher: Any, layer: int, layers: Iterable[int] | None = None) -> None:
     """Overwrite layers of `student`, in place, with the weights of one layer of `teacher`.
 
-    A layer is a whole block: norms, mixer and channel mixing. Weights outside of the blocks are kept: embeddings (in
+    A layer is a whole block: norms, mixer and channel mixing. Weights outside of the blocks stay: embeddings (in
     RWKV with their norm in the first block), head, final norm, HGRN-2's lower bounds. So are config and dtype of the
     student.
 

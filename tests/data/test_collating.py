@@ -34,5 +34,5 @@ def test_rows_of_one_length_are_stacked() -> None:
 def test_an_own_mask_is_kept_and_unknown_values_are_refused() -> None:
     rows = [{"input_ids": [5, 6], "attention_mask": [0, 1]}, {"input_ids": [7], "attention_mask": [1]}]
     assert PaddingCollator()(rows)["attention_mask"].tolist() == [[0, 1], [1, 0]]
-    with pytest.raises(ValueError, match="'weights' of rows of several lengths cannot be padded: leave it out"):
+    with pytest.raises(ValueError, match="'weights' of sequences of several lengths cannot be padded: leave it out"):
         PaddingCollator()([{**row, "weights": row["input_ids"]} for row in rows])

@@ -77,7 +77,7 @@ def test_the_key_says_whether_a_chunk_begins_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"stream": torch.zeros(9)}, "float32, but must be one row of integers"),
+        ({"stream": torch.zeros(9)}, "float32, but must be one-dimensional and of integers"),
         ({"stream": torch.zeros(3, 3, dtype=torch.int64)}, r"\(3, 3\)"),
         ({"length": 9}, "has 9 tokens, but one chunk of length 9 with lookahead 0 .* needs 10"),
         ({"lookahead": 7}, "needs 10"),
@@ -201,7 +201,7 @@ def test_long_documents_are_kept() -> None:
     assert keep_long_documents(torch.tensor([5, 8, EOS, 6]), EOS, 2).tolist() == [5, 8, EOS]
     with pytest.raises(ValueError, match="has 5 tokens, the longest has 4"):
         keep_long_documents(whole, EOS, 5)
-    with pytest.raises(ValueError, match="one row of integers"):
+    with pytest.raises(ValueError, match="one-dimensional and of integers"):
         keep_long_documents(whole.float(), EOS, 1)
 
 

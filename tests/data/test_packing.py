@@ -52,7 +52,11 @@ def test_no_token_is_lost_or_doubled(size: int, length: int) -> None:
         (torch.arange(5), 5, "has 5 tokens, but a block of length 5 needs 6"),
         (torch.arange(0), 1, "has 0 tokens"),
         (torch.zeros(2, 5, dtype=torch.int64), 1, r"\(2, 5\)"),
-        (torch.zeros(5), 1, r"float32, but must be one row of integers, such as int64 or uint16; use token_stream"),
+        (
+            torch.zeros(5),
+            1,
+            r"float32, but must be one-dimensional and of integers, such as int64 or uint16; use",
+        ),
         (torch.zeros(5, dtype=torch.bool), 1, "bool"),
     ],
 )

@@ -79,7 +79,7 @@ def layer(model: Any, part: str, change: Callable[[Any], Any]) -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "no recurrent type": (lambda: stateful(tiny_llama()), "'llama' is no recurrent type that is known; those are ba"),
+    "no recurrent type": (lambda: stateful(tiny_llama()), "'llama' is no supported recurrent type; those are ba"),
     "no model of Transformers": (lambda: stateful(torch.nn.Linear(1, 1)), "takes a model of Transformers, got Linear"),  # type: ignore[arg-type]
     "an adapter": (
         lambda: stateful(get_peft_model(tiny_model("falcon_h1"), LoraConfig(target_modules=["in_proj"]))),  # type: ignore[arg-type]

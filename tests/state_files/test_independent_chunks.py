@@ -73,7 +73,9 @@ def test_the_answer_is_that_of_the_paper_s_loop(name: str, length: int, chunk: i
 @pytest.mark.parametrize("name", MODELS)
 def test_each_row_is_its_chunk_read_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = MODELS[name](), text(53)
-    monkeypatch.setattr(streaming, "STATES_PER_FORWARD", 3 * streaming.carried_elements(streaming.reader_of(model), 12))
+    monkeypatch.setattr(
+        streaming, "STATES_PER_FORWARD", 3 * streaming.carried_elements(streaming.reader_of(model), 12)
+    )
     chunks = read_chunks(model, tokens, 10, before=BEGINNING, chunk_length=5)
     rows = [torch.cat([torch.tensor([BEGINNING]), tokens[:, a:b]], dim=1) for a, b in borders(53, 10)]
     assert chunks.rows == len(rows) == 6
@@ -144,7 +146,7 @@ def test_what_cannot_be_asked_is_refused() -> None:
         read_chunks(model, text(20), 10, transitions=True)
     with pytest.raises(ValueError, match="one prompt, of all chunks, got 2"):
         ask_surest(model, chunks, QUESTION.repeat(2, 1))
-    with pytest.raises(ValueError, match="differs from the model given"):
+    with pytest.raises(ValueError, match="differs from this model"):
         ask_surest(build(MAMBA2, torch.float64, seed=5).eval(), chunks, QUESTION)
     broken = replace(chunks, state=map_state(lambda part: part * float("nan"), chunks.state))
     with pytest.raises(ValueError, match="NaN"):

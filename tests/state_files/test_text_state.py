@@ -98,7 +98,7 @@ def test_reading_goes_on_after_the_last_file(name: str, tmp_path: Path) -> None:
     assert_same(load_text_state(tmp_path / "a", model, position=29), read_text(model, tokens[:, :20]))
     with pytest.raises(ValueError, match="50 tokens of another text"):
         list(read_into(tmp_path / "a", model, torch.cat([tokens[:, :49], text(9)], dim=1), 10))
-    with pytest.raises(ValueError, match="more than the 40 of the text given: give that"):
+    with pytest.raises(ValueError, match="more than the 40 of these tokens: give that"):
         list(read_into(tmp_path / "a", model, tokens[:, :40], 10))
 
 
@@ -153,7 +153,7 @@ def test_a_text_is_read_from_the_active_learned_state(name: str) -> None:
     learned = read_text(model, tokens, chunk_length=1)
     torch.testing.assert_close(learned.state, expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(
-        ValueError, match=r"differs from the model given, which has the same name, in the config \(learned_states\)"
+        ValueError, match=r"differs from this model, which has the same name, in the config \(learned_states\)"
     ):
         read_text(model, tokens, zero)
     with model.learned_states.disable_adapter():

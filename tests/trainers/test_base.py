@@ -251,8 +251,8 @@ CHECKPOINTING = f"{'activation' if SINCE_5_23 else 'gradient'}_checkpointing_kwa
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is not supported"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
         ({"ignore_data_skip": True}, "ignore_data_skip is not supported"),
-        ({"accelerator_config": {"use_seedable_sampler": False}}, "draws an order of rows that neither"),
-        ({"accelerator_config": {"split_batches": True}}, "would make batches smaller than said"),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, "draws an order of sequences that neither"),
+        ({"accelerator_config": {"split_batches": True}}, "makes batches smaller than per_device"),
         ({CHECKPOINTING: {"use_reentrant": True}}, "set use_reentrant=False"),
     ],
 )

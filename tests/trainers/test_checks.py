@@ -64,14 +64,17 @@ def test_a_model_that_is_made_to_forget_is_not_trained(method: str, settings: di
 
 def test_fewer_rows_than_a_batch_are_an_error(tmp_path: Path) -> None:
     arguments = InitialStateConfig(str(tmp_path / "run"), per_device_train_batch_size=4, **toys.QUIET)
-    with pytest.raises(ValueError, match=r"have 3 rows, fewer than one batch of 4 rows \(4 on each of 1 processes\)"):
+    with pytest.raises(ValueError, match=r"have 3 sequences, fewer than one batch of 4 \(4 on each of 1 processes\)"):
         ZeroStateTrainer(toys.tiny_model(), arguments, train_dataset=toys.sequences(3)).train()
 
 
 SEVERAL: list[tuple[dict[str, Any], str]] = [
     ({"average_tokens_across_devices": False}, "would make the weight of a token depend on the other tokens"),
     ({"accelerator_config": SimpleNamespace(even_batches=False)}, "even_batches=False"),
-    ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' orders rows by the batches of one process"),
+    (
+        {"train_sampling_strategy": "group_by_length"},
+        "'group_by_length' orders sequences by the batches of one process",
+    ),
 ]
 
 
@@ -135,7 +138,7 @@ def test_ids_that_embeddings_do_not_take_are_refused(
 def test_empty_data_are_refused(name: str, tmp_path: Path) -> None:
     args = InitialStateConfig(str(tmp_path), report_to="none", use_cpu=True)
     for empty in ([], {"one": toys.sequences(2), "two": []}) if name == "eval_dataset" else ([],):
-        with pytest.raises(ValueError, match=f"{name} has no rows"):
+        with pytest.raises(ValueError, match=f"{name} has no sequences"):
             ZeroStateTrainer(toys.tiny_model(), args, **{name: empty})
 
 

@@ -166,7 +166,7 @@ def test_data_must_suit_the_sources(tmp_path: Path) -> None:
         config = MixedStatesConfig(str(tmp_path), **toys.QUIET, mixture=mixture)
         return MixedStatesTrainer(toys.tiny_model(), config, train_dataset=data)
 
-    with pytest.raises(ValueError, match="needs rows that continue"):
+    with pytest.raises(ValueError, match="needs sequences that continue"):
         make({"zero": 0.1, "tbtt": 0.9}, toys.sequences(8))
     with pytest.raises(ValueError, match="use TbttTrainer"):
         make({"zero": 0.1, "state_passing": 0.9}, toys.chunks(8))

@@ -90,7 +90,7 @@ def test_each_pass_over_a_shuffled_stream_has_the_order_of_its_epoch(tmp_path: P
 def test_a_stream_without_rows_is_refused(tmp_path: Path) -> None:
     rows_of(STREAMS["in order"](), tmp_path, max_steps=2)
     for checkpoint in (None, tmp_path / "checkpoint-1"):
-        with pytest.raises(ValueError, match="The training data have no rows for a step"):
+        with pytest.raises(ValueError, match="The training data have no sequences for a step"):
             rows_of(Drawn(list), tmp_path / "empty", checkpoint)
 
 

@@ -95,7 +95,7 @@ def test_a_config_can_be_made_again_from_its_own_values(config: Any, tmp_path: P
 def test_noise_that_would_be_scaled_by_the_length_of_parts_is_refused(parts: dict[str, int], tmp_path: Path) -> None:
     assert make(StatePassingConfig, tmp_path, neftune_noise_alpha=5.0).neftune_noise_alpha == 5.0
     with pytest.raises(
-        ValueError, match="neftune_noise_alpha scales noise by the length of rows, but with bptt_chunk"
+        ValueError, match="neftune_noise_alpha scales noise by the length of sequences, but with bptt_chunk"
     ):
         make(StatePassingConfig, tmp_path, neftune_noise_alpha=5.0, **parts)
 

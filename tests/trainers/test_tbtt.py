@@ -217,7 +217,7 @@ def test_evaluation_reads_blocks_from_zero_or_refuses_resets(tbtt: Callable[...,
     trainer.evaluate()
     assert {start for _, _, recurrent, _ in model.seen for start in recurrent} == {0.0}
     by_document = toys.chunks(8, reset_at_document=True, separator_id=SEPARATOR)
-    with pytest.raises(ValueError, match=r"reset states inside rows .*evaluate on PackedBlocks"):
+    with pytest.raises(ValueError, match=r"reset states inside sequences .*evaluate on PackedBlocks"):
         trainer.evaluate(by_document)
 
 
@@ -230,8 +230,8 @@ BY_DOCUMENT = {"reset_at_document": True, "separator_id": SEPARATOR, "lookahead"
 @pytest.mark.parametrize(
     ("data", "fields", "told"),
     [
-        (toys.sequences(4), {}, r"TbttTrainer needs rows that continue .*ContinuedChunks.*got list"),
-        (toys.chunks(8), {"train_sampling_strategy": "sequential"}, "would separate rows that continue one another"),
+        (toys.sequences(4), {}, r"TbttTrainer needs sequences that continue .*ContinuedChunks.*got list"),
+        (toys.chunks(8), {"train_sampling_strategy": "sequential"}, "would separate sequences that continue"),
         (toys.chunks(8), {"alignment_alpha": 0.1}, "alignment_length must be the length of the chunks, 9"),
         (toys.chunks(8), ALIGNED, r"lookahead=0, but this run needs 4 \(alignment_max_extra\)"),
         (toys.chunks(8, lookahead=3), {}, r"lookahead=3, .* needs 0 .*: only the alignment loss reads ahead"),

@@ -49,7 +49,7 @@ def test_the_lineage_goes_from_model_to_model(tmp_path: Path) -> None:
     (step,) = lineage.steps
     assert step.training is not None
     assert step.training.methods == (StatePassingTrainer.about,)
-    assert step.training.data == DataSource("PackedBlocks of 20 rows")
+    assert step.training.data == DataSource("PackedBlocks of 20 sequences")
     assert (step.training.steps, step.training.tokens) == (3, 3 * 2 * 9)
     told = last_training(lineage)
     assert told is not None

@@ -95,7 +95,7 @@ def test_weights_are_those_of_a_loop_over_single_examples(
     assert trainer.bptt_window == (window or 1)
     idle = [entry["idle_tokens"] for entry in trainer.state.log_history if "idle_tokens" in entry]
     sizes = [int(row["attention_mask"].sum()) for row in rows]
-    assert trainer.run_record.given == sum(
+    assert trainer.run_record.nonzero_starts == sum(
         -(-size // (chunk * (window or 1))) - 1 for size in sizes
     )  # for the lineage
     assert trainer.run_record.tokens == sum(sizes)
@@ -193,7 +193,7 @@ def test_batches_without_padding_count_among_idle_tokens(tmp_path: Any) -> None:
     settings: dict[str, Any] = {"bptt_chunk_length": 4, "gradient_accumulation_steps": 2, "logging_steps": 1}
     trainer = trained(tmp_path, tiny_model(), rows, collator=PaddingCollator(), **settings)
     assert trainer.state.log_history[0]["idle_tokens"] == pytest.approx(1 - sum(sizes) / 36)
-    assert trainer.run_record.given == 4
+    assert trainer.run_record.nonzero_starts == 4
 
 
 @pytest.mark.parametrize("tokenizer", [None, byte_tokenizer()])
@@ -329,9 +329,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "a loss": (ZeroStateTrainer, IN_WINDOWS, {"compute_loss_func": lambda: 0}, "compute_loss_func gets the logits"),
     "adalomo": (ZeroStateTrainer, IN_WINDOWS | {"optim": "adalomo"}, {}, IN_EACH_PASS),
     "galore": (ZeroStateTrainer, IN_WINDOWS | {"optim": "galore_adamw_layerwise"}, {}, IN_EACH_PASS),
-    "virtual": (ZeroStateTrainer, IN_WINDOWS, {"model": of_virtual_tokens()}, "virtual tokens before what the model"),
+    "virtual": (ZeroStateTrainer, IN_WINDOWS, {"model": of_virtual_tokens()}, "virtual tokens before each input"),
     "learned": (LearnedStateTrainer, IN_FOURS | {"bptt_window": 2}, {}, "learn from the first window"),
-    "count": (WithoutCount, IN_FOURS, {}, "compute_loss of WithoutCount does not hand on num_items_in_batch"),
+    "count": (WithoutCount, IN_FOURS, {}, "compute_loss of WithoutCount does not pass num_items_in_batch on"),
     "labels": (ZeroStateTrainer, IN_WINDOWS, {"train_dataset": [{"input_ids": ONES[0]}] * 8}, "need labels"),
 }
 

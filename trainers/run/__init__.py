@@ -1,1 +1,1 @@
-"""What is there because `Trainer` is what it is: each file answers one fact about it."""
+"""What is there because `Trainer` is what it is: each file handles one property of it."""

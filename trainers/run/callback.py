@@ -35,7 +35,7 @@ def is_finished(state: TrainerState) -> bool:
 
 
 class RunCallback(TrainerCallback):
-    """Gives a run its initial states, tells its source when steps end, and ends it when it is finished or interrupted.
+    """Loads the initial states of a run, tells their source when steps end, and ends the run on a signal.
 
     Attributes:
         received: The signal that arrived in this process, or None.
@@ -90,7 +90,7 @@ class RunCallback(TrainerCallback):
         self.received = None
         numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
         args = self._trainer.args
-        asked = args.save_only_model, args.save_strategy, args.save_total_limit
+        before_signal = args.save_only_model, args.save_strategy, args.save_total_limit
         before = {number: signal.getsignal(number) for number in numbers}
         owner = os.getpid()
 
@@ -112,17 +112,17 @@ class RunCallback(TrainerCallback):
         try:
             yield
         except KeyboardInterrupt:
-            self._say_interrupted()
+            self._print_interrupted()
             raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            args.save_only_model, args.save_strategy, args.save_total_limit = asked
+            args.save_only_model, args.save_strategy, args.save_total_limit = before_signal
         if self._trainer.any_process(self.received is not None):
-            self._say_interrupted()
+            self._print_interrupted()
             raise SystemExit(128 + signal.SIGTERM) if self.received == signal.SIGTERM else KeyboardInterrupt
 
-    def _say_interrupted(self) -> None:
+    def _print_interrupted(self) -> None:
         if self._trainer.is_world_process_zero():
             hint = resume.hint(self._trainer.args.output_dir)
             print(f"\nInterrupted after step {self._trainer.state.global_step}. {hint}", flush=True)

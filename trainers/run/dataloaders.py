@@ -1,14 +1,14 @@
 """`Trainer` gives several processes other sequences than one; here they are the same on any number of processes.
 
-Training leaves out the rows that do not fill a batch over all processes; accelerate would complete it with rows of the
-first batch. A stream without a length is read again and again, as one endless pass, so that a count of batches is a
-place in it. Evaluation deals each row once: Trainer would evaluate streams in batches of one length, or count rows
-twice.
+Training leaves out the sequences that do not fill a batch over all processes; accelerate would complete it with those
+of the first batch. A stream without a length is read again and again, as one endless pass, so that a count of batches
+is a place in it. Evaluation deals each sequence once: Trainer would evaluate streams in batches of one length, or
+count sequences twice.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, StreamRowSampler
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
+from hf_recurrent_lengthgen.trainers.run.attributes import replaced
 
 logger = logging.get_logger(__name__)
 
@@ -35,15 +36,9 @@ COLUMNS = ("shift_labels", "state_resets", "position_ids", "seq_idx")
 _SETTINGS = ("num_workers", "pin_memory", "prefetch_factor", "multiprocessing_context", "in_order")
 
 
-@contextmanager
-def more_columns(trainer: Any) -> Iterator[None]:
-    """Within the `with` block, Trainer makes loaders whose rows keep `COLUMNS`, by naming these as labels."""
-    names = trainer.label_names
-    trainer.label_names = [*names, *COLUMNS]
-    try:
-        yield
-    finally:
-        trainer.label_names = names
+def more_columns(trainer: Any) -> AbstractContextManager[None]:
+    """Within the `with` block, Trainer makes loaders that keep `COLUMNS`, by naming these as labels."""
+    return replaced(trainer, label_names=[*trainer.label_names, *COLUMNS])
 
 
 def _collator(trainer: Any) -> Callable[[Any], Any]:
@@ -56,19 +51,18 @@ def _collator(trainer: Any) -> Callable[[Any], Any]:
 
 
 def _settings(trainer: Any, **settings: Any) -> dict[str, Any]:
-    """How a loader reads, as Trainer has it, and other settings."""
     args = trainer.args
     seeding = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
     return {name: getattr(args, f"dataloader_{name}") for name in _SETTINGS} | {"worker_init_fn": seeding} | settings
 
 
 def packs_all(trainer: Any) -> bool:
-    """Whether the collator, of TRL, makes one row of all examples, which may hold several sequences each."""
+    """Whether the collator, of TRL, makes one row of all examples, each of which may hold several sequences."""
     return getattr(trainer.data_collator, "padding_free", False)
 
 
 class GroupedByLength(LengthGroupedSampler):
-    """Rows of like lengths together, in an order that depends on seed and epoch only."""
+    """Sequences of like lengths together, in an order that depends on seed and epoch only."""
 
     seed: int
 
@@ -77,7 +71,7 @@ class GroupedByLength(LengthGroupedSampler):
 
 
 def train_sampler(trainer: Any) -> Any:
-    """The sampler of chunks that continue, and of rows grouped by length; None for data in Trainer's own order."""
+    """The sampler of continued chunks, and of sequences grouped by length; None for data in Trainer's own order."""
     dataset, args = trainer.train_dataset, trainer.args
     seed = args.seed if args.data_seed is None else args.data_seed
     if isinstance(dataset, ContinuedChunks):
@@ -94,7 +88,7 @@ def train_sampler(trainer: Any) -> Any:
 
 
 def train_loader(trainer: Any, stock: Callable[[], DataLoader]) -> DataLoader:
-    """Trainer's, without the rows at the end of an epoch that do not fill a batch over all processes.
+    """Trainer's, without the sequences at the end of an epoch that do not fill a batch over all processes.
 
     Raises:
         ValueError: for data that do not fill one batch.
@@ -106,11 +100,8 @@ def train_loader(trainer: Any, stock: Callable[[], DataLoader]) -> DataLoader:
     trainer.sampler = train_sampler(trainer)
     with trainer.shared.dealing(trainer.accelerator):
         if trainer.sampler is None:
-            asked, args.dataloader_drop_last = args.dataloader_drop_last, True
-            try:
+            with replaced(args, dataloader_drop_last=True):
                 loader = stock()
-            finally:
-                args.dataloader_drop_last = asked
         else:
             settings = _settings(trainer, persistent_workers=args.dataloader_persistent_workers, drop_last=True)
             loader = DataLoader(
@@ -122,23 +113,26 @@ def train_loader(trainer: Any, stock: Callable[[], DataLoader]) -> DataLoader:
 
 
 def _check_batches(trainer: Any, batches: int) -> None:
-    """Raise a `ValueError` if an epoch has no batch, and warn about the rows that it leaves out."""
+    """Raise a `ValueError` if an epoch has no batch, and warn about the sequences that it leaves out."""
     dataset, args = trainer.train_dataset, trainer.args
     rows = args.train_batch_size * args.row_processes
     if not batches:
         raise ValueError(
-            f"The training data have {len(dataset)} rows, fewer than one batch of {rows} rows "
+            f"The training data have {len(dataset)} sequences, fewer than one batch of {rows} "
             f"({args.train_batch_size} on each of {args.row_processes} processes): give a smaller "
             "per_device_train_batch_size or more data."
         )
     dropped = len(dataset) - batches * rows
     ends = not 0 < args.max_steps * args.gradient_accumulation_steps <= batches
     if dropped and ends and trainer.is_world_process_zero():
-        logger.warning(f"Each epoch leaves out {dropped} of {len(dataset)} rows, which do not fill a batch of {rows}.")
+        logger.warning(
+            f"Each epoch leaves out {dropped} of {len(dataset)} sequences, which do not fill a batch of {rows}."
+        )
 
 
-class StreamRows(IterableDataset[Any]):
-    """The rows of a stream in the order in which a loader, with its workers, reads them, also in short batches."""
+class StreamSequences(IterableDataset[Any]):
+    """The sequences of a stream in the order in which a loader, with its workers, reads them, also in short
+    batches."""
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
@@ -151,15 +145,15 @@ class StreamRows(IterableDataset[Any]):
         yield from chain.from_iterable(self.loader)
 
 
-class CountedRows(StreamRows):
-    """Rows of a stream with a length."""
+class CountedSequences(StreamSequences):
+    """Sequences of a stream with a length."""
 
     def __len__(self) -> int:
         return len(self.loader.dataset)  # type: ignore[arg-type]
 
 
-class EndlessRows(StreamRows):
-    """A stream read again and again; it gets the number of each pass. It ends if a pass has no rows."""
+class EndlessSequences(StreamSequences):
+    """A stream read again and again; it gets the number of each pass. It ends if a pass has no sequences."""
 
     def set_epoch(self, epoch: int) -> None:
         pass  # Trainer's count of epochs
@@ -181,20 +175,20 @@ def _stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
     processes = args.row_processes
     if processes < args.world_size:
         raise ValueError(
-            "Processes that share rows (context_parallel_size) read them from data with a length, got "
+            "Processes that split sequences (context_parallel_size) read them from data with a length, got "
             f"{type(stream).__name__}: give such data."
-        )  # of a stream, accelerate would deal other rows to each
+        )  # of a stream, accelerate would deal other sequences to each
     if processes > 1 and (packs_all(trainer) or isinstance(trainer.data_collator, DataCollatorWithFlattening)):
         raise ValueError(
-            f"{type(trainer.data_collator).__name__} makes one row of all examples of a batch, but the rows of a "
-            f"stream are dealt to {processes} processes: give data with a length, or a collator that pads (TRL's does "
-            "with padding_free=False and packing=False)."
+            f"{type(trainer.data_collator).__name__} packs all examples of a batch into one row, but the "
+            f"sequences of a stream are dealt to {processes} processes: give data with a length, or a collator that "
+            "pads (TRL's does with padding_free=False and packing=False)."
         )
     size = args.train_batch_size * processes
     settings = _settings(trainer, persistent_workers=args.dataloader_persistent_workers, pin_memory=False)
-    rows = CountedRows if sized else EndlessRows if trainer.is_in_train else StreamRows
+    sequences = CountedSequences if sized else EndlessSequences if trainer.is_in_train else StreamSequences
     loader = DataLoader(
-        rows(DataLoader(stream, size, collate_fn=list, **settings)),
+        sequences(DataLoader(stream, size, collate_fn=list, **settings)),
         size,
         collate_fn=_collator(trainer),
         drop_last=True,
@@ -216,7 +210,7 @@ def _stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
 
 
 def evaluation_loader(trainer: Any, dataset: Any, stock: Callable[[], DataLoader]) -> Any:
-    """Trainer's, or `DealtBatches` of a stream, and of rows that a collator packs on several processes."""
+    """Trainer's, or `DealtBatches` of a stream, and of sequences that a collator packs on several processes."""
     args = trainer.args
     packs = packs_all(trainer) and args.row_processes > 1
     if not packs and not isinstance(dataset, IterableDataset):
@@ -229,12 +223,12 @@ def evaluation_loader(trainer: Any, dataset: Any, stock: Callable[[], DataLoader
 
 @dataclass(eq=False)
 class DealtBatches(DataLoaderStateMixin):
-    """The batches of one process in an evaluation: the main process reads rows and deals them, each collates its own.
+    """The batches of one process in an evaluation: the main process reads and deals sequences, each collates its own.
 
-    All processes get the same number of rows, some of them twice at the end: accelerate and `present_rows` leave out
-    what is behind `remainder`. If the collator `packs` them into one row, it gets each once; where none is left, its
-    row is behind `remainder`. `process` and `processes` count groups that share rows once; `dealt` are the rows of the
-    last pass.
+    All processes get the same number of sequences, some of them twice at the end: accelerate and `present_rows` leave
+    out what is behind `remainder`. If the collator `packs` them into one row, it gets each once; where none is left,
+    its row is behind `remainder`. `process` and `processes` count groups that split sequences once; `dealt` are the
+    sequences of the last pass.
     """
 
     loader: DataLoader
@@ -265,9 +259,9 @@ class DealtBatches(DataLoaderStateMixin):
         self.end()
 
     def _read(self) -> Iterator[tuple[list[Any], bool]]:
-        """The rows of a batch of all processes, and whether it is the last."""
+        """The sequences of a batch of all processes, and whether it is the last."""
         if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(0)  # as accelerate does: each evaluation reads the same rows
+            self.dataset.set_epoch(0)  # as accelerate does: each evaluation reads the same sequences
         read = chain.from_iterable(self.loader if self.accelerator.is_main_process else ())
         batches = iter(lambda: list(islice(read, self.loader.batch_size)), [])  # workers give short ones in between
         ahead, is_last = next(batches, []), False

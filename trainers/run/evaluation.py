@@ -1,4 +1,5 @@
-"""`Trainer` gives all batches of an evaluation one weight, and counts repeated rows; here each target counts once."""
+"""`Trainer` gives all batches of an evaluation one weight, and counts repeated sequences; here each target counts
+once."""
 
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -8,15 +9,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from hf_recurrent_lengthgen.data.chunks import piece_of_rows
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
-from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.trainers.checks import takes_states
 from hf_recurrent_lengthgen.trainers.chunked_backprop import evaluation_chunk, forward_in_chunks
+from hf_recurrent_lengthgen.trainers.run.attributes import replaced
 from hf_recurrent_lengthgen.trainers.run.dataloaders import DealtBatches, evaluation_loader, packs_all
+from hf_recurrent_lengthgen.trainers.run.distributed_sequences import DistributedSequences, different_sequences
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels, token_shape_of, with_scored_labels
-from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows, other_rows
 from hf_recurrent_lengthgen.trainers.run.step_checks import StepChecks
 from hf_recurrent_lengthgen.trainers.states_of_batches import with_evaluation_states
 
@@ -28,7 +30,7 @@ class EvaluationTrainer(Trainer):
 
     args: Any
     checks: StepChecks
-    shared = SharedRows()
+    shared = DistributedSequences()
     needs_logits: bool
     means: list[tuple[Tensor, Tensor]]  # of the batches of an evaluation, with their numbers of targets
     evaluation_batches: int
@@ -49,22 +51,20 @@ class EvaluationTrainer(Trainer):
         return {**inputs, "skip_logits": True} if getattr(base_of(self.model), "can_skip_logits", False) else inputs
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Trainer's, with each row once; see `evaluation_loader`."""
+        """Trainer's, with each sequence once; see `evaluation_loader`."""
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         data = self.eval_dataset[data] if isinstance(data, str) else data  # type: ignore[index]
         return evaluation_loader(self, data, partial(super().get_eval_dataloader, eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Trainer's, in the order of the data, which is how predictions are told apart, also if rows are grouped."""
-        asked, self.args.train_sampling_strategy = self.args.train_sampling_strategy, "random"
-        try:
+        """Trainer's, in the order of the data, which is how predictions are told apart, also if sequences are
+        grouped."""
+        with replaced(self.args, train_sampling_strategy="random"):
             return evaluation_loader(self, test_dataset, partial(super().get_test_dataloader, test_dataset))
-        finally:
-            self.args.train_sampling_strategy = asked
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         self.means, self.evaluation_batches = [], 0
-        # Trainer sets it after each loop; before the first it may gather objects, of which accelerate loses rows
+        # Trainer sets it after each loop; before the first it may gather objects, of which accelerate loses some
         self.gather_function = self.accelerator.gather_for_metrics
         if self.shared.group is not None:
             self.gather_function = partial(self.shared.gather_once, self.accelerator)
@@ -85,7 +85,7 @@ class EvaluationTrainer(Trainer):
         mean over the targets of all of them.
 
         Raises:
-            ValueError: for rows with resets inside them, which are for training only.
+            ValueError: for resets inside sequences, which are for training only.
         """
         inputs = with_evaluation_states(self, dict(inputs))
         length = evaluation_chunk(self, model, inputs) if prediction_loss_only else None
@@ -106,18 +106,15 @@ class EvaluationTrainer(Trainer):
             ignored = torch.full_like(inputs[name][present:], IGNORED_LABEL)
             inputs = {**inputs, name: torch.cat([inputs[name][:present], ignored])}
         targets = inputs["shift_labels"] if "shift_labels" in names else inputs["labels"][..., 1:]
-        if self.shared.group is None or not prediction_loss_only:  # predictions are of whole rows
+        if self.shared.group is None or not prediction_loss_only:  # predictions are of whole sequences
             loss, logits, labels = step(inputs)
             return None if loss is None else self._mean(loss, targets), logits, labels
-        self.checks.ask(self.shared.differ(inputs), other_rows)
+        self.checks.ask(self.shared.differ(inputs), different_sequences)
         self.checks.read()
         inputs = piece_of_rows(inputs, self.shared.rank, self.shared.size)
         inputs["sequence_group"] = self.shared.group
-        label_names, self.label_names = self.label_names, ["shift_labels"]
-        try:
+        with replaced(self, label_names=["shift_labels"]):
             loss, _, _ = step(inputs)
-        finally:
-            self.label_names = label_names
         assert loss is not None  # there are labels
         return self._mean(loss, inputs["shift_labels"]), None, None
 

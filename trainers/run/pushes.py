@@ -37,15 +37,15 @@ def prepare_push(output: str | os.PathLike[str], token: str | None, checkpoint: 
             raise ValueError(f"{folder} is not uploaded: {'; '.join(secrets)}.")
 
 
-def write_card(trainer: Any, asked: bool) -> bool:
+def write_card(trainer: Any, has_arguments: bool) -> bool:
     """Whether the output folder of a trainer needs no card of Trainer's: it has one that neither Trainer nor PEFT
-    wrote, or `card_writer` of the trainer wrote that of the lineage there. What is `asked` for, Trainer writes."""
+    wrote, or `card_writer` of the trainer wrote that of the lineage there. A card from arguments, Trainer writes."""
     folder = Path(trainer.args.output_dir)
-    kept, path = False, folder / "README.md"
+    stays, path = False, folder / "README.md"
     if path.is_file():
         data = ModelCard.load(path).data
-        kept = "generated_from_trainer" not in (data.tags or ()) and data.library_name != "peft"
+        stays = "generated_from_trainer" not in (data.tags or ()) and data.library_name != "peft"
     recorded = read_lineage(folder) is not None and (folder / "config.json").is_file()
-    if trainer.card_writer is None or asked or not recorded:
-        return kept
-    return trainer.card_writer(str(folder), str(trainer.hub_model_id or "") or None, not kept) or kept
+    if trainer.card_writer is None or has_arguments or not recorded:
+        return stays
+    return trainer.card_writer(str(folder), str(trainer.hub_model_id or "") or None, not stays) or stays

@@ -54,9 +54,9 @@ class RunFacts:
     """Facts about a training for its lineage that the trainer cannot know.
 
     Args:
-        start: Lineage of the model given to the trainer.
+        start: Lineage of the model that training starts from.
         data: The training data.
-        training_length: Tokens per row, T.
+        training_length: Tokens per sequence, T.
         command: Program and arguments; empty for a training from Python.
         initial_weights: Initial weights of a training from scratch.
     """
@@ -110,7 +110,9 @@ def _facts_of(trainer: "InitialStateTrainer", lineage_of: Callable[[str], Lineag
     if not start:
         return None
     data: Any = trainer.train_dataset
-    named = trainer.data_description or type(data).__name__ + (f" of {len(data):,} rows" if has_length(data) else "")
+    named = trainer.data_description or type(data).__name__ + (
+        f" of {len(data):,} sequences" if has_length(data) else ""
+    )
     lengths = (getattr(data, "length", None), getattr(data, "longest", None))
     length = next(filter(None, lengths), getattr(model.config, "training_length", None))
     in_script = sys.argv[0].endswith(".py") and "ipykernel" not in sys.argv[0]
@@ -123,20 +125,20 @@ def _facts_of(trainer: "InitialStateTrainer", lineage_of: Callable[[str], Lineag
 
 
 def methods_of(trainer: "InitialStateTrainer", weights: InitialWeights | None = None) -> tuple[Method, ...]:
-    """The methods that a trainer applied, the main one first: plain training if no state was ever given."""
+    """The methods that a trainer applied, the main one first: plain training if all states were zero."""
     about = trainer.about
-    if about is not PLAIN and trainer.gives_states and not trainer.run_record.given:
+    if about is not PLAIN and trainer.gives_states and not trainer.run_record.nonzero_starts:
         logger.warning(
             f"All sequences of the {trainer.state.global_step} steps started from the zero state: the lineage records "
             f"plain training, not {about.name}."
         )
         about = PLAIN
-    beside = {
+    further = {
         OUTPUT_ALIGNMENT: trainer.args.alignment_alpha,
         ATTENTION_WINDOWS: trainer.args.attention_windows,
         MIMETIC_INITIALIZATION: weights is not None and weights.mimetic is not None,
     }
-    return (about, *(method for method, used in beside.items() if used))
+    return (about, *(method for method, used in further.items() if used))
 
 
 def training_run(trainer: "InitialStateTrainer", output: TrainOutput, facts: RunFacts) -> TrainingRun:
@@ -173,7 +175,7 @@ class RunRecord:
         checkpoint: The checkpoint from which the run goes on, or None.
 
     Attributes:
-        given: Number of sequences of this process that started from a nonzero state, or of chunks with TBTT.
+        nonzero_starts: Number of sequences, with TBTT of chunks, that this process started from a nonzero state.
         start: Step at which this part of the run begins.
         rows: Number of sequences of all steps, over all processes.
         tokens: Number of their real tokens.
@@ -185,7 +187,7 @@ class RunRecord:
         saved = {} if checkpoint is None else saved_run(own_file(trainer, checkpoint))["record"]
         self.start = 0 if checkpoint is None else step_of(checkpoint)
         self.seconds_before, self._began = float(saved.get("seconds", 0.0)), time.monotonic()
-        self.given: float | Tensor = float(saved.get("given", 0.0))
+        self.nonzero_starts: float | Tensor = float(saved.get("given", 0.0))
         self.rows, self.longest = int(saved.get("rows", 0)), int(saved.get("longest", 0))
         self.tokens: int | Tensor = int(saved.get("tokens", 0))
         self._settings = tuple(from_plain(part, Settings) for part in saved.get("settings", ()))
@@ -205,10 +207,10 @@ class RunRecord:
         seconds = self.seconds_before + time.monotonic() - self._began
         read = {"rows": self.rows, "longest": self.longest, "tokens": int(self.tokens)}
         settings = [to_plain(part) for part in self.settings(trainer)]
-        return {"given": float(self.given), "seconds": seconds, "settings": settings, **read}
+        return {"given": float(self.nonzero_starts), "seconds": seconds, "settings": settings, **read}
 
     def count(self, trainer: Any, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Count the rows of the micro-batches of a step and their real tokens, over all processes."""
+        """Count the sequences of a step and their real tokens, over all processes."""
         args, parts = trainer.args, [batch[MICRO_BATCH] for batch in batches]
         self.rows += len(batches) * args.train_batch_size * args.row_processes
         self.longest = max([self.longest, *(part.length for part in parts)])
@@ -246,7 +248,7 @@ def settings(trainer: Trainer) -> Settings:
     args = trainer.args
     groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
     rate = groups[0].get("initial_lr", args.learning_rate) if groups else args.learning_rate
-    own_scheduler = getattr(trainer, "given_scheduler", None)
+    own_scheduler = getattr(trainer, "user_scheduler", None)
     return Settings(
         from_step=0,
         max_steps=trainer.state.max_steps,
@@ -270,7 +272,7 @@ def _of_optimizer(args: TrainingArguments, optimizer: Any, groups: list[dict[str
     group: dict[str, Any] = {"betas": betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
     if optimizer is not None:
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
-        name = name if kind.lower() in name.replace("_", "") else kind  # an optimizer given by the user
+        name = name if kind.lower() in name.replace("_", "") else kind  # an optimizer of the user
         group = groups[0] | {"weight_decay": max(one.get("weight_decay", 0) for one in groups)}
     adam = "betas" in group
     return {
@@ -285,10 +287,12 @@ def _of_optimizer(args: TrainingArguments, optimizer: Any, groups: list[dict[str
 def _of_method(trainer: Any, args: InitialStateConfig) -> dict[str, Value]:
     """Settings of the method that have an effect."""
     used = args.method_settings() | {"bptt_window": trainer.bptt_window}
-    given = {name: value for name, value in used.items() if name not in _NO_EFFECT}
-    if not args.alignment_alpha:
-        given = {name: value for name, value in given.items() if not name.startswith("alignment_")}
-    return {name: _plain(value) for name, value in given.items() if value is not None}
+    left_out = (
+        _NO_EFFECT
+        if args.alignment_alpha
+        else (*_NO_EFFECT, *(name for name in used if name.startswith("alignment_")))
+    )
+    return {name: _plain(value) for name, value in used.items() if value is not None and name not in left_out}
 
 
 def _of_other(args: TrainingArguments) -> dict[str, Value]:
@@ -296,10 +300,10 @@ def _of_other(args: TrainingArguments) -> dict[str, Value]:
     known = {item.name for item in fields(TrainingArguments)}
     if isinstance(args, InitialStateConfig):
         known |= set(args.method_settings())
-    given = {item.name: (getattr(args, item.name), item.default) for item in fields(args) if item.name not in known}
+    others = {item.name: (getattr(args, item.name), item.default) for item in fields(args) if item.name not in known}
     return {
         name: _plain(value)
-        for name, (value, default) in given.items()
+        for name, (value, default) in others.items()
         if value is not None and (default is MISSING or value != default)
     }
 

@@ -35,6 +35,7 @@ from hf_recurrent_lengthgen.models.state_on_disk import replacing
 
 TRAINER_STATE_FILE = "trainer_state.json"
 FORMAT, FORMAT_VERSION = "initial_states", 1
+STOCK = {item.name for item in fields(TrainingArguments)}
 
 FIXED = {
     *("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy"),
@@ -43,8 +44,8 @@ FIXED = {
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
     *("average_tokens_across_devices", "fsdp", "fsdp_config", "deepspeed"),
 }
-"""Arguments of Trainer that a resume may not change: they decide rows or their order, or come with the optimizer. Nor
-may settings of methods change, and those of trainers that they are combined with (`fixed_arguments`)."""
+"""Arguments of Trainer that a resume may not change: they decide the data or their order, or come with the optimizer.
+Nor may settings of methods change, and those of trainers that they are combined with (`fixed_arguments`)."""
 
 
 def initial_states_file(checkpoint: str | os.PathLike[str], process_index: int) -> Path:
@@ -54,15 +55,13 @@ def initial_states_file(checkpoint: str | os.PathLike[str], process_index: int) 
 
 def fixed_arguments(args: TrainingArguments) -> dict[str, Any]:
     """The arguments that a resume may not change, as they come back from JSON."""
-    of_trainer = {item.name for item in fields(TrainingArguments)}
-    names = [item.name for item in fields(args) if item.name in FIXED or item.name not in of_trainer]
+    names = [item.name for item in fields(args) if item.name in FIXED or item.name not in STOCK]
     return {name: as_json(getattr(args, name)) for name in names}
 
 
 def default_settings(args: TrainingArguments) -> dict[str, Any]:
     """The defaults of settings of methods, as they come back from JSON."""
-    of_trainer = {item.name for item in fields(TrainingArguments)}
-    own = [item for item in fields(args) if item.name not in of_trainer and item.default is not MISSING]
+    own = [item for item in fields(args) if item.name not in STOCK and item.default is not MISSING]
     return {item.name: as_json(item.default) for item in own}
 
 
@@ -167,19 +166,19 @@ def newest_complete_checkpoint(output_dir: str | os.PathLike[str]) -> Path | Non
     return next((path for path in checkpoints_of(output_dir).values() if what_is_missing(path) is None), None)
 
 
-def checkpoint_to_resume(asked: str | os.PathLike[str] | Literal[True], output_dir: str | os.PathLike[str]) -> str:
-    """The checkpoint folder `asked` for, or with True the newest one that is complete.
+def checkpoint_to_resume(requested: str | os.PathLike[str] | Literal[True], output_dir: str | os.PathLike[str]) -> str:
+    """The `requested` checkpoint folder, or with True the newest one that is complete.
 
     Raises:
-        ValueError: if there is none, or if the one asked for is incomplete.
+        ValueError: if there is none, or if the requested one is incomplete.
     """
     newest = newest_complete_checkpoint(str(output_dir))
-    if asked is not True:
-        if wrong := what_is_missing(asked):
+    if requested is not True:
+        if wrong := what_is_missing(requested):
             raise ValueError(
-                f"Cannot resume from {asked}: {wrong}. The newest complete checkpoint in {output_dir} is {newest}."
+                f"Cannot resume from {requested}: {wrong}. The newest complete checkpoint in {output_dir} is {newest}."
             )
-        return os.fspath(asked)
+        return os.fspath(requested)
     if newest is None:
         raise ValueError(f"There is no complete checkpoint in {output_dir}: train without resume_from_checkpoint.")
     return os.fspath(newest)
@@ -249,15 +248,15 @@ def run_of(trainer: Any) -> dict[str, Any]:
 
 
 def order_of(trainer: Any) -> str | None:
-    """The order of rows that are not in Trainer's, and were in another before a checkpoint named it."""
+    """The order of sequences, where it is not Trainer's, and was another before checkpoints named it."""
     if isinstance(trainer.train_dataset, IterableDataset):
         return "passes one after the other, each read by all data workers"
     return "by length, of seed and epoch" if trainer.args.train_sampling_strategy == "group_by_length" else None
 
 
 def layout_of(dataset: Any) -> dict[str, Any]:
-    """What the data of a resumed run must share: the number of rows, the `resume_record` if there is one, and for rows
-    that continue one another their text and their layout."""
+    """What the data of a resumed run must share: the number of sequences, the `resume_record` if there is one, and for
+    `ContinuedChunks` their text and layout."""
     if not isinstance(dataset, ContinuedChunks):
         rows = {"train_dataset.rows": len(dataset)} if has_length(dataset) else {}
         return {**rows, "train_dataset.record": getattr(dataset, "resume_record", None)}
@@ -292,18 +291,18 @@ def save_states(trainer: Any, checkpoint: str | os.PathLike[str]) -> None:
     save_initial_states(path, trainer.initial_states.state_dict(), run)
 
 
-def chosen_checkpoint(trainer: Any, asked: str | bool | None) -> str | None:
+def chosen_checkpoint(trainer: Any, requested: str | bool | None) -> str | None:
     """The folder to resume from, chosen by the main process for all processes; None for a new run.
 
     Raises:
         ValueError: if there is none, or for another run. Trainer has loaded nothing into the model by then.
     """
-    if not asked:
+    if not requested:
         return None
     chosen: list[str | None] = [None, None]  # the folder, and why there is none
     if trainer.is_world_process_zero():
         try:
-            chosen[0] = checkpoint_to_resume(asked, str(trainer.args.output_dir))
+            chosen[0] = checkpoint_to_resume(requested, str(trainer.args.output_dir))
         except ValueError as error:
             chosen[1] = str(error)
     checkpoint, refused = broadcast_object_list(chosen)
@@ -316,7 +315,7 @@ def chosen_checkpoint(trainer: Any, asked: str | bool | None) -> str | None:
 
 
 def load_states(trainer: Any) -> None:
-    """Give the source of a resumed run what the checkpoint holds, once Trainer has loaded all else."""
+    """Load the states of a resumed run into its source, once Trainer has loaded all else."""
     if trainer.resumed is not None:
         tensors = load_initial_states(own_file(trainer, trainer.resumed), run_of(trainer))
         trainer.initial_states.load_state_dict(tensors, trainer.args.device)

@@ -16,8 +16,8 @@ def token_labels(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     if head is not None and head() is None:
         return []
     shape = token_shape_of(inputs)
-    given = {name: inputs.get(name) for name in ("labels", "shift_labels")}
-    return [name for name, labels in given.items() if isinstance(labels, Tensor) and labels.shape == shape]
+    targets = {name: inputs.get(name) for name in ("labels", "shift_labels")}
+    return [name for name, labels in targets.items() if isinstance(labels, Tensor) and labels.shape == shape]
 
 
 def with_scored_labels(model: nn.Module, inputs: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 A trainer puts a state into the inputs, but any `compute_loss` between it and the model may drop it, call another part
 of the model, or return outputs of its own. So the model itself is watched. Each number that is read from the device
-waits for all that it has to do. So a step puts its questions (are the ids those of the vocabulary, are losses and
-states finite) and reads the answers together; logged values are read when they are logged.
+waits for all that it has to do. So a step collects its questions (are ids in the vocabulary, are losses and states
+finite) and reads the answers together; logged values are read when they are logged.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,7 +51,6 @@ class StepLogs:
         self._values: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, **values: Tensor) -> None:
-        """Add one scalar per name."""
         for name, value in values.items():
             value = value.detach().float()
             total, count = self._values.get(name, (value, 0))
@@ -108,7 +107,7 @@ class StepChecks:
         if not waiting:
             return
         device = waiting[0][0].device
-        answers: list[bool] = torch.stack([asked.to(device) for asked, _ in waiting]).tolist()
+        answers: list[bool] = torch.stack([question.to(device) for question, _ in waiting]).tolist()
         for answer, (_, error) in zip(answers, waiting, strict=True):
             if answer:
                 raise ValueError(error())
@@ -174,12 +173,11 @@ class ModelCalls:
         self.got_state, self.final_state = False, None
 
     def take_final_state(self) -> RecurrentState | None:
-        """`final_state`, which is not kept, so that whoever takes it decides how long it lives."""
+        """`final_state`, to which no reference stays here, so that the caller decides how long it lives."""
         taken, self.final_state = self.final_state, None
         return taken
 
     def stop(self) -> None:
-        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         self._model, self._hooks, self.final_state = None, [], None

@@ -51,7 +51,7 @@ def encode_next(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if both[: len(anchor)] != anchor:
         raise ValueError(
             f"{type(tokenizer).__name__} merges {text[:10]!r} with the word before it, so tasks cannot be put "
-            "together from pieces; use a tokenizer that splits at white space."
+            "together from parts; use a tokenizer that splits at white space."
         )
     return both[len(anchor) :]
 
@@ -74,7 +74,7 @@ class Prompts(Generated):
     An item is `{"input_ids": (n,), "labels": (n,)}`, int64. Labels are -100 except on the answer and the period after
     it, and the model shifts them. `PaddingCollator` makes batches of items of several lengths.
 
-    Lengths are drawn so that in pieces of T tokens, one number of pieces is as frequent as another.
+    Lengths are drawn so that in chunks of T tokens, one number of chunks is as frequent as another.
     """
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Prompts(Generated):
 
     @property
     def item_lengths(self) -> list[int]:
-        """The length of each item, by which trainers group them."""
+        """Tokens of each item, by which trainers group them."""
         return self._lengths(np.arange(len(self))).tolist()
 
     def _lengths(self, rows: Array) -> Array:

@@ -90,13 +90,13 @@ def read_babi(path: str | Path) -> list[BabiQuestion]:
 
 def sentences(texts: Iterable[str]) -> list[str]:
     """Sentences in order, with single spaces, cut after 40 words; a sentence ends at . ! or ? before a space."""
-    pieces = []
+    parts = []
     for text in texts:
         for sentence in re.split(r"(?<=[.!?])\s+", text):
             words = sentence.split()
             for start in range(0, len(words), _LONGEST_SENTENCE):
-                pieces.append(" ".join(words[start : start + _LONGEST_SENTENCE]))
-    return pieces
+                parts.append(" ".join(words[start : start + _LONGEST_SENTENCE]))
+    return parts
 
 
 class NoQuestionFitsError(ValueError):
@@ -116,9 +116,9 @@ class BackgroundText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], first: str = " ") -> None:
         marks = itertools.chain([first], itertools.repeat(" "))
-        pieces = [encode_next(tokenizer, mark + text) for mark, text in zip(marks, sentences(texts), strict=False)]
-        self.tokens = torch.tensor([token for piece in pieces for token in piece])
-        self.ends = np.cumsum([len(piece) for piece in pieces])
+        encoded = [encode_next(tokenizer, mark + text) for mark, text in zip(marks, sentences(texts), strict=False)]
+        self.tokens = torch.tensor([token for ids in encoded for token in ids])
+        self.ends = np.cumsum([len(ids) for ids in encoded])
 
 
 class BabilongPrompts(Prompts):
@@ -186,11 +186,11 @@ class BabilongPrompts(Prompts):
         places = np.sort(generator.integers(0, len(body) + 1, len(question.facts)))
         for fact, place in reversed(list(zip(question.facts, places.tolist(), strict=True))):
             body.insert(place, self._tokens(f" {fact}"))
-        pieces = [self._head, *body, self._tokens(_ending(question))]
-        after = places[first] + first + 1  # pieces of the body up to and with the first fact needed
-        distance = sum(map(len, pieces[1 + after :]))
+        parts = [self._head, *body, self._tokens(_ending(question))]
+        after = places[first] + first + 1  # parts of the body up to and with the first fact needed
+        distance = sum(map(len, parts[1 + after :]))
         answer, scored = encode_answer(self._tokenizer, question.answer)
-        prompt = torch.tensor([token for piece in pieces for token in piece])
+        prompt = torch.tensor([token for part in parts for token in part])
         return Task(prompt, torch.tensor(answer), scored, distance)
 
     def _take(self, generator: np.random.Generator, room: int) -> list[list[int]]:
@@ -200,9 +200,9 @@ class BabilongPrompts(Prompts):
         sentence = int(generator.integers(len(ends)))
         while room > 0:
             start = ends[sentence - 1] if sentence else 0
-            piece = tokens[start : ends[sentence]][:room].tolist()
-            taken.append(piece)
-            room -= len(piece)
+            ids = tokens[start : ends[sentence]][:room].tolist()
+            taken.append(ids)
+            room -= len(ids)
             sentence = (sentence + 1) % len(ends)
         return taken
 

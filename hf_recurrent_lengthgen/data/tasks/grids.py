@@ -148,8 +148,8 @@ class BabilongGrid(RetrievalGrid):
         self.shots = shots
         self._tokenizer, self._background = tokenizer, BackgroundText(tokenizer, background)
         self._questions, self._examples = [], []
-        for number, (name, asked) in enumerate(questions.items()):
-            self._questions.append(self._shuffled(asked, number, 0))
+        for number, (name, of_task) in enumerate(questions.items()):
+            self._questions.append(self._shuffled(of_task, number, 0))
             solved = (examples or {}).get(name, ())
             if not 0 <= shots <= len(solved):
                 raise ValueError(
@@ -162,9 +162,9 @@ class BabilongGrid(RetrievalGrid):
         return [questions[index] for index in order]
 
     def tasks(self, row: int, length: int) -> list[Task]:
-        asked, solved = self._questions[row], self._examples[row]
+        questions, solved = self._questions[row], self._examples[row]
         try:
-            prompts = BabilongPrompts(self._tokenizer, asked, self._background, length, self.seed, solved)
+            prompts = BabilongPrompts(self._tokenizer, questions, self._background, length, self.seed, solved)
         except NoQuestionFitsError:
             return []
         return [prompts.task(index) for index in range(min(self.samples, len(prompts)))]

@@ -1,7 +1,8 @@
-"""Datasets whose rows are generated on access, and random numbers that depend only on a seed, a row and a place.
+"""Datasets whose sequences are generated on access; random numbers depend only on a seed, a row and a place.
 
-So a row is the same in every process. The generator is SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom
-number generators", OOPSLA 2014): a hash of a counter. It makes a batch at once, as one numpy generator per row cannot.
+So a sequence is the same in every process. The generator is SplitMix64 (Steele, Lea & Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014): a hash of a counter. It makes a batch at once, as one numpy generator
+per row cannot.
 """
 
 import copy
@@ -60,7 +61,7 @@ def _mixed(bits: Array) -> Array:
 
 
 EVALUATION_SEED = 2**40
-"""Seed of rows for evaluation; training uses small seeds."""
+"""Seed of sequences for evaluation; training uses small seeds."""
 Lengths = int | tuple[int, int] | list[int]
 
 
@@ -85,11 +86,11 @@ class Rows(NamedTuple):
 
 
 class Generated(Dataset[dict[str, Tensor]], ABC):
-    """Rows that are made on access; row i depends only on the seed and i.
+    """Sequences that are made on access; sequence i depends only on the seed and i.
 
     Args:
-        length: Of a row in the task's unit, or its minimum and maximum: (50, 100) draws a length for each row.
-        samples: Number of rows, as large as a run needs.
+        length: Of a sequence in the task's unit, or its minimum and maximum: (50, 100) draws a length for each one.
+        samples: Number of sequences, as large as a run needs.
         seed: Seed, at least 0; evaluation needs a different one than training.
 
     Attributes:
@@ -105,7 +106,6 @@ class Generated(Dataset[dict[str, Tensor]], ABC):
 
     @property
     def longest_possible(self) -> float:
-        """Longest length that the task allows."""
         return math.inf
 
     def __init__(self, length: Lengths, samples: int, seed: int) -> None:
@@ -123,7 +123,7 @@ class Generated(Dataset[dict[str, Tensor]], ABC):
 
     @property
     def resume_record(self) -> dict[str, Any]:
-        """JSON values that identify the rows, except for their number; a resumed run must have the same."""
+        """JSON values that identify the sequences, except for their number; a resumed run must have the same."""
         return {"length": [self.shortest, self.longest], "seed": self.seed}
 
     def __len__(self) -> int:
@@ -131,10 +131,10 @@ class Generated(Dataset[dict[str, Tensor]], ABC):
 
 
 class KeyedRows(Generated):
-    """Rows of random strings, whose length is in symbols.
+    """Sequences of random strings, whose length is in symbols.
 
-    An item is `{"input_ids": (T,), "labels": ...}`, int64. Rows of several lengths have an "attention_mask" (T,) of
-    ones, which `PaddingCollator` pads. A `DataLoader` requests a whole batch at once (`__getitems__`).
+    An item is `{"input_ids": (T,), "labels": ...}`, int64. Sequences of several lengths have an "attention_mask" (T,)
+    of ones, which `PaddingCollator` pads. A `DataLoader` requests a whole batch at once (`__getitems__`).
     """
 
     @property
@@ -146,11 +146,7 @@ class KeyedRows(Generated):
         """The rows (B,) with strings of the lengths (B,)."""
 
     def resized(self, length: Lengths, samples: int, seed: int) -> Self:
-        """The same task with strings of another length.
-
-        Raises:
-            ValueError: as in the class.
-        """
+        """The same task with strings of another length."""
         other = copy.copy(self)
         Generated.__init__(other, length, samples, seed)
         return other
@@ -160,7 +156,7 @@ class KeyedRows(Generated):
 
         Rows of different lengths also have an "attention_mask" (B, T), 1 at real tokens.
         """
-        tokens, labels, sizes = self._asked(indices)
+        tokens, labels, sizes = self._at(indices)
         batch = {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         if sizes.min() < sizes.max():
             mask = (np.arange(tokens.shape[1]) < sizes[:, None]).astype(np.int64)
@@ -169,7 +165,7 @@ class KeyedRows(Generated):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """The items of several rows, made together."""
-        tokens, labels, sizes = self._asked(indices)
+        tokens, labels, sizes = self._at(indices)
         items = []
         for row, label, size in zip(torch.from_numpy(tokens), torch.from_numpy(labels), sizes.tolist(), strict=True):
             item = {"input_ids": row[:size], "labels": label[:size] if label.ndim else label}
@@ -181,7 +177,7 @@ class KeyedRows(Generated):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self.__getitems__([index])[0]
 
-    def _asked(self, indices: Sequence[int]) -> Rows:
+    def _at(self, indices: Sequence[int]) -> Rows:
         rows = np.asarray(indices, np.int64)
         if rows.min() < -len(self) or rows.max() >= len(self):
             raise IndexError(f"rows {list(indices)} of {len(self)}")

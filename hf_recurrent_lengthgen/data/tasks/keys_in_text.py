@@ -1,4 +1,4 @@
-"""Keys in real text: codes of names between the sentences and lines of a text, one of which is asked for at its end.
+"""Keys in real text: codes of names between the sentences and lines of a text, and a question about one of them.
 
     ... and went home. The code of calm-river is 48213. The next day
     ...
@@ -11,8 +11,8 @@ several codes, of which the last counts: the earlier ones must be overwritten, a
 Nothing can be guessed. Names and codes are uniform, and none occurs twice in a text. All names of a text have equally
 many codes, the last one at a uniform depth, the earlier ones uniformly before it, so that the question alone tells
 which name counts. Chance is 1 in 90,000 without the text, 1 in `keys` for the last code of some name (also for the
-last one of the text), and 1 in `keys` x `values` for some code of the text. Where the depth d of the asked code is
-given, the last code of the text is the answer with probability d^(`keys` - 1).
+last one of the text), and 1 in `keys` x `values` for some code of the text. At a fixed depth d
+of the right code, the last code of the text is the answer with probability d^(`keys` - 1).
 """
 
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ class KeyTexts:
         Args:
             generator: What is drawn from it depends neither on the length nor on the depth.
             length: Number of tokens.
-            depth: Share of the text before the code that is asked for; None to draw it. Each code stands at the place
+            depth: Share of the text before the right code; None to draw it. Each code stands at the place
                 nearest to its depth.
 
         Raises:
@@ -110,20 +110,20 @@ class KeyTexts:
         start = int(generator.integers(len(self._places) // 2))
         answers = [encode_answer(self._tokenizer, str(code)) for code in codes]
         facts = [self._names[names[i // self.values]] + self._is + answers[i][0] for i in range(len(codes))]
-        question, asked = self._question(names[0]), self.values - 1
-        answer, scored = answers[asked]
+        question, right = self._question(names[0]), self.values - 1
+        answer, scored = answers[right]
         size = length - len(self._prefix) - len(question) - len(answer)
-        body, after = self._body(start, facts, depths, size, asked)
-        kinds = [EARLIER_VALUE] * asked + [ANOTHER_KEY] * (len(codes) - self.values)
-        others = [torch.tensor(ids[:size]) for ids, size in answers[:asked] + answers[self.values :]]
+        body, after = self._body(start, facts, depths, size, right)
+        kinds = [EARLIER_VALUE] * right + [ANOTHER_KEY] * (len(codes) - self.values)
+        others = [torch.tensor(ids[:size]) for ids, size in answers[:right] + answers[self.values :]]
         mistakes = tuple(zip(kinds, others, strict=True))
         prompt = torch.cat([torch.tensor(self._prefix, dtype=torch.long), body, torch.tensor(question)])
         return Task(prompt, torch.tensor(answer), scored, after + len(question), mistakes)
 
     def _body(
-        self, start: int, facts: Sequence[list[int]], depths: np.ndarray, size: int, asked: int
+        self, start: int, facts: Sequence[list[int]], depths: np.ndarray, size: int, right: int
     ) -> tuple[Tensor, int]:
-        """`size` tokens of text and facts from a place of the stream on, and the tokens after the fact `asked`."""
+        """`size` tokens of text and facts from a place of the stream on, and the tokens after the `right` fact."""
         text_size = size - sum(map(len, facts))  # without heads, which depend on the places
         room = text_size - len(facts) * max(map(len, self._heads))
         first = self._places[start]
@@ -133,14 +133,14 @@ class KeyTexts:
         heads = [self._heads[line] for line in self._at_line[start + chosen].astype(int)]
         text = self._stream[first : first + text_size - sum(map(len, heads))]
         text = torch.cat([text, self._stream[: text_size - sum(map(len, heads)) - len(text)]])
-        pieces: list[Tensor] = []
+        parts: list[Tensor] = []
         done = written = end = 0
         for fact in np.argsort(depths, kind="stable"):  # the codes of a name keep their order
-            pieces += [text[done : ends[chosen[fact]]], torch.tensor(heads[fact] + facts[fact])]
+            parts += [text[done : ends[chosen[fact]]], torch.tensor(heads[fact] + facts[fact])]
             done = ends[chosen[fact]]
-            written += len(pieces[-2]) + len(pieces[-1])
-            end = written if fact == asked else end
-        return torch.cat([*pieces, text[done:]]), size - end
+            written += len(parts[-2]) + len(parts[-1])
+            end = written if fact == right else end
+        return torch.cat([*parts, text[done:]]), size - end
 
     def _question(self, name: str) -> list[int]:
         return encode_next(self._tokenizer, _QUESTION.format(name=name))
@@ -205,7 +205,7 @@ class KeyPrompts(Prompts):
 
 
 class KeyGrid(DepthGrid):
-    """Prompts of `KeyTexts`, a row for each depth of the code asked for; see `RetrievalGrid` for the arguments."""
+    """Prompts of `KeyTexts`, a row for each depth of the right code; see `RetrievalGrid` for the arguments."""
 
     task = "keys"
 

@@ -1,9 +1,9 @@
 """Synthetic tasks on strings of symbols: a prompt, a delimiter, the answer and an end token.
 
 The tasks of Trockman et al., 2024 (arXiv:2410.11135), section 2 and Eq. 10-11, which follow Jelassi et al., 2024
-(arXiv:2402.01032). The code of the latter has a begin token and packs several strings into a row, as `PackedStrings`
-does; here a row is one string, which may begin with the end token, as if it followed another. Without it a model that
-starts from the state of another string cannot tell where its own begins.
+(arXiv:2402.01032). The code of the latter has a begin token and packs several strings into a sequence, as
+`PackedStrings` does; here a sequence is one string, which may begin with the end token, as if it followed another.
+Without it a model that starts from the state of another string cannot tell where its own begins.
 
 Token ids: 0 padding, 1 delimiter, 2 end, then the symbols, so a model needs `vocabulary` + 3 ids.
 """
@@ -39,18 +39,18 @@ class StringParts(NamedTuple):
     Attributes:
         prompt: (B, P) token ids.
         answer: (B, P) token ids.
-        asked: (B, P), whether a place of the answer has a label; (1, P) if that is the same in all rows.
+        scored: (B, P), whether a place of the answer has a label; (1, P) if that is the same in all rows.
         sizes: (B,) real tokens of prompt and answer, each.
     """
 
     prompt: Array
     answer: Array
-    asked: Array
+    scored: Array
     sizes: Array
 
 
 class TaskStrings(KeyedRows):
-    """Rows "prompt | answer .", or ". prompt | answer .".
+    """Sequences "prompt | answer .", or ". prompt | answer .".
 
     An item is `{"input_ids": (T,), "labels": (T,)}`, int64. Labels are -100 outside the scored part of the answer, and
     the model shifts them. See `KeyedRows` for the other arguments.
@@ -60,15 +60,15 @@ class TaskStrings(KeyedRows):
 
     Attributes:
         name: Name of the task on the command line.
-        begin: Whether a row begins with the end token.
+        begin: Whether a sequence begins with the end token.
         vocab_size: Number of token ids that a model needs.
-        row_length: T, number of tokens in the longest row.
+        row_length: T, number of tokens in the longest sequence.
     """
 
     name: str
     begin = False
     tokens_per_symbol = 1  # in the prompt
-    end_is_asked = True
+    end_is_scored = True
 
     def __init__(self, length: Lengths, vocabulary: int, samples: int, seed: int = 0) -> None:
         self.vocabulary = operator.index(vocabulary)
@@ -97,13 +97,13 @@ class TaskStrings(KeyedRows):
         return super().resume_record | self.record
 
     def _rows(self, rows: Array, lengths: Array) -> Rows:
-        tokens, labels, sizes = _assembled(self._parts(rows, lengths), self.end_is_asked)
+        tokens, labels, sizes = _assembled(self._parts(rows, lengths), self.end_is_scored)
         before = ((0, 0), (int(self.begin), 0))
         labels = np.pad(labels, before, constant_values=IGNORED_LABEL)
         return Rows(np.pad(tokens, before, constant_values=END_ID), labels, sizes + self.begin)
 
 
-def _assembled(parts: StringParts, end_is_asked: bool) -> Rows:
+def _assembled(parts: StringParts, end_is_scored: bool) -> Rows:
     """Rows "prompt | answer ." of up to 2 P + 2 tokens."""
     count = parts.sizes[:, None]  # (B, 1)
     longest = int(parts.sizes.max())
@@ -116,9 +116,9 @@ def _assembled(parts: StringParts, end_is_asked: bool) -> Rows:
     tokens = np.where(places == count, DELIMITER_ID, tokens)
     tokens = np.where(in_answer, answer, tokens)
     tokens = np.where(after == count, END_ID, tokens)
-    asked_answer = np.take_along_axis(np.broadcast_to(parts.asked, parts.answer.shape), after.clip(0, longest - 1), 1)
-    asked = (in_answer & asked_answer) | ((after == count) & end_is_asked)
-    return Rows(tokens, np.where(asked, tokens, IGNORED_LABEL), 2 * parts.sizes + 2)
+    in_scored = np.take_along_axis(np.broadcast_to(parts.scored, parts.answer.shape), after.clip(0, longest - 1), 1)
+    scored = (in_answer & in_scored) | ((after == count) & end_is_scored)
+    return Rows(tokens, np.where(scored, tokens, IGNORED_LABEL), 2 * parts.sizes + 2)
 
 
 class CopyingStrings(TaskStrings):
@@ -184,7 +184,7 @@ class AssociativeRecall(TaskStrings):
 
     name = "recall"
     tokens_per_symbol = 2
-    end_is_asked = False
+    end_is_scored = False
 
     def __init__(self, pairs: Lengths, vocabulary: int = 512, samples: int = 1_000_000, seed: int = 0) -> None:
         super().__init__(pairs, vocabulary, samples, seed)
@@ -202,23 +202,23 @@ class AssociativeRecall(TaskStrings):
         beyond = np.arange(pairs) >= lengths[:, None]
         order = np.where(beyond, np.uint64(2**64 - 1), ranks).argsort(axis=1)
         queries = np.take_along_axis(first, order[:, :, None], 1)
-        asked = (np.arange(2 * pairs) % 2 == 1)[None]
-        return StringParts(first.reshape(len(rows), -1), queries.reshape(len(rows), -1), asked, 2 * lengths)
+        scored = (np.arange(2 * pairs) % 2 == 1)[None]
+        return StringParts(first.reshape(len(rows), -1), queries.reshape(len(rows), -1), scored, 2 * lengths)
 
 
 class PackedStrings(KeyedRows):
-    """Rows of `row_length` tokens, ".ab|ab..cde|cde..fg": whole strings, then the start of one more without labels.
+    """Sequences of `row_length` tokens, ".ab|ab..cde|cde..fg": whole strings, and the unlabelled start of one more.
 
     As in the code of Jelassi et al., 2024 (`CopyDataset`; 220 tokens), nothing resets the state between the strings of
-    a row. Row i has its own strings, which depend only on their seed and i.
+    a sequence. Sequence i has its own strings, which depend only on their seed and i.
 
     Args:
         strings: The task, by which a model is measured; the number of its strings does not matter.
         row_length: T, at least that of the longest string.
-        samples: Number of rows.
+        samples: Number of sequences.
 
     Raises:
-        ValueError: for rows that are too short, and as in `KeyedRows`.
+        ValueError: for sequences that are too short, and as in `KeyedRows`.
     """
 
     def __init__(self, strings: TaskStrings, row_length: int, samples: int) -> None:
@@ -226,12 +226,12 @@ class PackedStrings(KeyedRows):
         super().__init__(operator.index(row_length), samples, strings.seed)
         if self.row_length < strings.row_length:
             raise ValueError(
-                f"{self.name}: rows of {row_length} tokens do not hold the longest string with its answer, which has "
-                f"{strings.row_length}: give longer rows (task_row_length) or shorter strings (task_length)."
+                f"{self.name}: sequences of {row_length} tokens do not hold the longest string with its answer, which "
+                f"has {strings.row_length}: give longer sequences (task_row_length) or shorter strings (task_length)."
             )
 
     def resized(self, length: Any, samples: int, seed: int) -> Self:
-        """Rows of `length` tokens with strings of the same lengths, drawn from this seed."""
+        """Sequences of `length` tokens with strings of the same lengths, drawn from this seed."""
         strings = self.strings.resized((self.strings.shortest, self.strings.longest), samples, seed)
         return type(self)(strings, length, samples)
 
@@ -279,9 +279,9 @@ def string_task(
         name: One of `STRING_TASKS`.
         length: Symbols per string (pairs for recall), or their minimum and maximum.
         vocabulary: Number of symbols; None for the task's default, 26 for copying and 512 for the others.
-        samples: Number of rows.
-        seed: Seed of the rows.
-        begin: Whether rows begin with the end token.
+        samples: Number of sequences.
+        seed: Seed of the sequences.
+        begin: Whether sequences begin with the end token.
 
     Raises:
         ValueError: for another name, and as in the tasks.

@@ -185,7 +185,7 @@ def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
         ({"length": 400, "values": 0}, "4 keys of 0 values are not possible"),
         ({"length": 400, "samples": 0}, "samples at least 1"),
         ({"length": 400, "stream": stream_of("no end here" * 99)}, "no place for a code; give other text"),
-        ({"length": 400, "stream": stream.float()}, "must be one row of integers"),
+        ({"length": 400, "stream": stream.float()}, "must be one-dimensional and of integers"),
     ):
         with pytest.raises(ValueError, match=re.escape(complaint)):
             prompts(**options)

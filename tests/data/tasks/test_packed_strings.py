@@ -113,7 +113,7 @@ def test_rows_that_do_not_hold_the_longest_string_are_refused(begin: bool) -> No
     task: TaskStrings = string_task("copying", (2, 5), 7, begin=begin)
     least = 12 + begin  # five symbols, twice, delimiter and end
     assert PackedStrings(task, least, 1).row_length == least
-    with pytest.raises(ValueError, match=f"rows of {least - 1} tokens do not hold .* which has {least}: give longer"):
+    with pytest.raises(ValueError, match=f"sequences of {least - 1} tokens do not hold .* has {least}: give longer"):
         PackedStrings(task, least - 1, 1)
     with pytest.raises(ValueError, match="samples at least 1"):
         PackedStrings(task, least, 0)

@@ -1,4 +1,4 @@
-"""Rows cut into pieces: for the processes that share them (`sequence_group` of the models), or one after another."""
+"""Rows of a batch cut into chunks: for processes that split sequences (`sequence_group`), or one after another."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -17,13 +17,13 @@ CUT = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "shift_
 """What is cut; `labels` become `shift_labels`, `position_ids` `seq_idx`."""
 
 
-def piece_borders(length: int, size: int) -> list[int]:
-    """Where the pieces of rows begin, and the end of the last one."""
+def chunk_borders(length: int, size: int) -> list[int]:
+    """Where the chunks of rows begin, and the end of the last one."""
     return [length * place // size for place in range(size + 1)]
 
 
 def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """What one of the processes that share the rows of a batch gives to the model. Pieces differ by one token at most.
+    """The inputs of one of the processes that split the sequences of a batch. Chunks differ by one token at most.
 
     Args:
         inputs: The whole rows, the same on all processes, as in `cut_rows`.
@@ -36,37 +36,37 @@ def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, 
     length = token_shape(inputs.get("input_ids"), inputs.get("inputs_embeds"))[1]
     if length < size:
         raise ValueError(
-            f"Rows of {length} tokens cannot be shared by {size} processes: each needs a token. Give longer rows, or "
-            "fewer processes (context_parallel_size)."
+            f"Sequences of {length} tokens cannot be split over {size} processes: each needs a token. Give longer "
+            "sequences, or fewer processes (context_parallel_size)."
         )
-    return cut_rows(inputs, piece_borders(length, size))[rank].inputs
+    return cut_rows(inputs, chunk_borders(length, size))[rank].inputs
 
 
-class Piece(NamedTuple):
-    """A piece of the rows of a batch.
+class Chunk(NamedTuple):
+    """A chunk of the rows of a batch.
 
     Attributes:
         inputs: Of the model, with `shift_labels` if there are targets and `seq_idx` if rows are packed.
-        begins: (B,) bool, rows whose first real token in the piece begins a sequence; None if there is none in any
-            piece. The piece alone does not show it.
+        begins: (B,) bool, rows whose first real token in the chunk begins a sequence; None if there is none in any
+            chunk. The chunk alone does not show it.
     """
 
     inputs: dict[str, Any]
     begins: Tensor | None
 
 
-def cut_rows(inputs: Mapping[str, Any], borders: Sequence[int]) -> list[Piece]:
-    """The pieces of rows. The target of the last token of a piece is the first token of the next.
+def cut_rows(inputs: Mapping[str, Any], borders: Sequence[int]) -> list[Chunk]:
+    """The chunks of rows. The target of the last token of a chunk is the first token of the next.
 
     Args:
         inputs: The whole rows: `input_ids` or `inputs_embeds` (B, S, ...), and any of `labels`, `shift_labels`,
             `attention_mask`, `token_type_ids`, `seq_idx` and `position_ids`, (B, S) each. Values without tokens, such
-            as `initial_state`, go into each piece.
-        borders: Where pieces begin, from 0, and S, the end of the last one.
+            as `initial_state`, go into each chunk.
+        borders: Where chunks begin, from 0, and S, the end of the last one.
 
     Raises:
-        ValueError: for other inputs with tokens, and for targets at padding where a piece begins, whose output is in
-            the piece before.
+        ValueError: for other inputs with tokens, and for targets at padding where a chunk begins, whose output is in
+            the chunk before.
     """
     shape = token_shape(inputs.get("input_ids"), inputs.get("inputs_embeds"))
     whole = {name: value for name, value in inputs.items() if value is not None}
@@ -87,18 +87,18 @@ def cut_rows(inputs: Mapping[str, Any], borders: Sequence[int]) -> list[Piece]:
     )
     if wrong:
         raise ValueError(
-            f"{wrong} cannot be cut into pieces of rows: leave them out. What is cut is {', '.join(CUT)}, labels and "
+            f"{wrong} cannot be cut into chunks: leave them out. What is cut is {', '.join(CUT)}, labels and "
             "position_ids."
         )
-    pieces = []
-    for piece in (slice(*pair) for pair in pairwise(borders)):
-        cut = {name: value[:, piece].contiguous() if name in CUT else value for name, value in whole.items()}
-        pieces.append(Piece(cut, _begins_anew(rows, piece)))
-    return pieces
+    chunks = []
+    for columns in (slice(*pair) for pair in pairwise(borders)):
+        cut = {name: value[:, columns].contiguous() if name in CUT else value for name, value in whole.items()}
+        chunks.append(Chunk(cut, _begins_anew(rows, columns)))
+    return chunks
 
 
 def shifted_targets(labels: Tensor | None, shift_labels: Tensor | None, rows: Rows) -> Tensor | None:
-    """The target of output t at position t, (B, S), as scored on the whole row; None if there are none.
+    """The target of output t at position t, (B, S), as scored on the whole sequence; None if there are none.
 
     Raises:
         ValueError: for labels that are not one target for each token.
@@ -109,36 +109,36 @@ def shifted_targets(labels: Tensor | None, shift_labels: Tensor | None, rows: Ro
         return None
     if labels.shape != rows.shape:
         raise ValueError(
-            f"labels must have one target for each token, {rows.shape}, to be cut into pieces, got "
+            f"labels must have one target for each token, {rows.shape}, to be cut into chunks, got "
             f"{tuple(labels.shape)}."
         )
     targets = pad(scored_labels(labels, rows)[:, 1:], (0, 1), value=IGNORED_LABEL)
     return scored_labels(targets, rows, shifted=True)
 
 
-def _begins_anew(rows: Rows, piece: slice) -> Tensor | None:
+def _begins_anew(rows: Rows, columns: slice) -> Tensor | None:
     if rows.starts is None:
         return None
     if rows.real is None:
-        return rows.starts[:, piece.start]
-    return (rows.starts[:, piece] & (rows.real[:, piece].cumsum(1) == 1)).any(1)
+        return rows.starts[:, columns.start]
+    return (rows.starts[:, columns] & (rows.real[:, columns].cumsum(1) == 1)).any(1)
 
 
 def _check_targets(targets: Tensor, real: Tensor | None, borders: Sequence[int]) -> None:
-    """A `ValueError` if a target stands at padding in the beginning of a piece, after real tokens."""
+    """A `ValueError` if a target stands at padding in the beginning of a chunk, after real tokens."""
     if real is None:
         return
     read = real.cumsum(1)
     starts, places = (
         torch.tensor(numbers, device=real.device) for numbers in (list(borders[:-1]), range(borders[-1]))
     )
-    begins = starts[torch.searchsorted(starts, places, right=True) - 1]  # of the piece of each token
+    begins = starts[torch.searchsorted(starts, places, right=True) - 1]  # of the chunk of each token
     before = pad(read, (1, 0))[:, begins]
     lost = (read == before) & (before > 0) & (targets != IGNORED_LABEL)
     if bool(lost.any()):
         row, place = lost.nonzero()[0].tolist()
         raise ValueError(
-            f"Row {row} has padding inside, at position {place}, at the beginning of a piece, and the token after it "
-            "is a target, whose output is in the piece before: pad rows at their ends, or give that token the label "
+            f"Row {row} has padding inside, at position {place}, at the beginning of a chunk, and the token after it "
+            "is a target, whose output is in the chunk before: pad rows at their ends, or give that token the label "
             "-100."
         )

@@ -1,4 +1,4 @@
-"""Rows cut into pieces, which together have every token and target once, and packed rows into their sequences."""
+"""Rows cut into chunks, which together have every token and target once, and packed rows into their sequences."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_recurrent_lengthgen.data.pieces import piece_of_rows
+from hf_recurrent_lengthgen.data.chunks import piece_of_rows
 from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.rows import Rows
 
@@ -54,9 +54,9 @@ def test_padding_has_no_targets_and_states_pass() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, "Rows of 2 tokens cannot be shared by 3 processes"),
+        ({}, "Sequences of 2 tokens cannot be split over 3 processes"),
         ({"labels": torch.zeros(3, dtype=torch.long)}, r"labels must have one target for each token, \(3, 9\)"),
-        ({"weights": torch.ones(3, 9)}, r"\['weights'\] cannot be cut into pieces"),
+        ({"weights": torch.ones(3, 9)}, r"\['weights'\] cannot be cut into chunks"),
         (
             {"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1, 1]] * 3), "labels": torch.ones(3, 9).long()},
             "Row 0 has padding inside, at position 3, .* the token after it is a target",

@@ -1,12 +1,11 @@
-"""`Trainer` lets processes share rows (context parallelism) for attention only; here groups share them for states.
+"""`Trainer` splits sequences over processes (context parallelism) for attention only; here also for states.
 
-Groups of `context_parallel_size` processes of consecutive ranks read the same rows; different groups read different
-ones. Accelerate's own context parallelism (`ParallelismConfig(cp_size=...)`) is for attention: it needs FSDP2, deals
-tokens to processes out of order, and refuses recurrent layers. What it is used for here is to deal rows to groups.
+Groups of `context_parallel_size` processes of consecutive ranks read the same sequences; different groups read
+different ones. Accelerate's own context parallelism (`ParallelismConfig(cp_size=...)`) is for attention: it needs
+FSDP2, deals tokens to processes out of order, and refuses recurrent layers. Here it only deals sequences to groups.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +13,18 @@ from accelerate.utils import recursively_apply
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_recurrent_lengthgen.models.rows_shared import gathered
+from hf_recurrent_lengthgen.trainers.run.attributes import replaced
 
 _SPREAD = 0x1E3779B97F4A7C15  # products with it wrap around
 
 
-class SharedRows(NamedTuple):
-    """How the processes of a run share rows.
+class DistributedSequences(NamedTuple):
+    """How the processes of a run split sequences.
 
     Attributes:
         size: Processes of a group.
         rank: Place of this process in its group, in the order of time.
-        group: The group, for the model; None where a process has rows for itself.
+        group: The group, for the model; None where a process has whole sequences.
         mesh: All processes, groups by places in them.
     """
 
@@ -34,7 +34,7 @@ class SharedRows(NamedTuple):
     mesh: Any = None
 
     @classmethod
-    def of(cls, args: Any) -> "SharedRows":
+    def of(cls, args: Any) -> "DistributedSequences":
         """For the arguments of a run; all processes call it.
 
         Raises:
@@ -51,15 +51,9 @@ class SharedRows(NamedTuple):
         mesh = init_device_mesh(args.device.type, (processes // size, size), mesh_dim_names=("dp_replicate", "cp"))
         return cls(size, mesh["cp"].get_local_rank(), mesh["cp"].get_group(), mesh)
 
-    @contextmanager
-    def dealing(self, accelerator: Any) -> Iterator[None]:
-        """Within the `with` block, the accelerator prepares loaders that give the same rows to all of a group."""
-        state = accelerator.state
-        kept, state.device_mesh = state.device_mesh, self.mesh or state.device_mesh
-        try:
-            yield
-        finally:
-            state.device_mesh = kept
+    def dealing(self, accelerator: Any) -> AbstractContextManager[None]:
+        """Within the `with` block, the accelerator prepares loaders that deal the same sequences to all of a group."""
+        return replaced(accelerator.state, device_mesh=self.mesh or accelerator.state.device_mesh)
 
     def differ(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Whether the processes of the group have different inputs, a boolean on their device; all of them call it."""
@@ -72,7 +66,7 @@ class SharedRows(NamedTuple):
         return (torch.cat(gathered(digest, self.group)) != digest).any()
 
     def gather_once(self, accelerator: Any, data: Any) -> Any:
-        """`accelerator.gather_for_metrics`, with the rows of each group once."""
+        """`accelerator.gather_for_metrics`, with the sequences of each group once."""
 
         def of_first(gathered: torch.Tensor) -> torch.Tensor:
             return torch.cat(gathered.chunk(self.mesh.size())[:: self.size])
@@ -83,10 +77,10 @@ class SharedRows(NamedTuple):
         return recursively_apply(lambda rows: rows[:left], once) if left > 0 else once
 
 
-def other_rows() -> str:
-    """Why processes that share rows and have read different ones are stopped."""
+def different_sequences() -> str:
+    """Why processes that split sequences and have read different ones are stopped."""
     return (
-        "Processes that share rows (context_parallel_size) have read different ones: give all of them the same "
-        "data in the same order, shuffled with one seed, and draw nothing at random where rows are read or "
+        "Processes that split sequences (context_parallel_size) have read different ones: give all of them the same "
+        "data in the same order, shuffled with one seed, and draw nothing at random where sequences are read or "
         "collated."
     )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_recurrent_lengthgen.trainers.checks import check_trainer
-from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
+from hf_recurrent_lengthgen.trainers.run.distributed_sequences import DistributedSequences
 from tests.trainers import toys
 
 # what one process trains with 4 rows of 9 tokens in a micro-batch, by processes and context_parallel_size; no 3, since
@@ -115,9 +115,9 @@ def test_the_rows_of_each_group_are_gathered_once_and_repeated_ones_left_out() -
     mesh = SimpleNamespace(size=lambda: 4)
     ending = SimpleNamespace(remainder=3, end_of_dataloader=True)
     accelerator = SimpleNamespace(gather=lambda _: of_processes, gradient_state=ending)
-    assert SharedRows(2, mesh=mesh).gather_once(accelerator, None).tolist() == [1, 2, 3]
+    assert DistributedSequences(2, mesh=mesh).gather_once(accelerator, None).tolist() == [1, 2, 3]
     ending.end_of_dataloader = False
-    assert SharedRows(2, mesh=mesh).gather_once(accelerator, None).tolist() == [1, 2, 3, 1]
+    assert DistributedSequences(2, mesh=mesh).gather_once(accelerator, None).tolist() == [1, 2, 3, 1]
 
 
 def test_groups_must_fill_the_processes(tmp_path: Path) -> None:
