@@ -153,7 +153,7 @@ def test_bars_are_the_harm_that_comes_and_goes(pair: Pair) -> None:
     widths = [bar.get_width() for bar in figure.axes[0].patches]  # type: ignore[attr-defined]
     np.testing.assert_allclose(widths, [0.9, 0.6, 1.0, -0.2])
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["the 2 that drift", "layer 1, head 0"]
-    assert {"excess loss of all: 1.00", "excess loss of all: 0.00"} <= set(texts(figure))
+    assert {"total: 1.00", "total: 0.00"} <= set(texts(figure))
     assert any("nats per byte" in text for text in texts(figure))
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
 

@@ -227,7 +227,7 @@ def patching_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
         "",
         [0.27 * len(patching.groups) for patching in patchings],
         left=1.3,
-        beside=190.0,
+        beside=130.0,
     )
     low, high = _limits(
         estimate
@@ -251,7 +251,7 @@ def patching_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
         axes.set_xlim(low - 0.03 * (high - low), high + 0.03 * (high - low))
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x", color=style.GRID, linewidth=0.7)
-        _remark(axes, f"excess loss of all: {patching.harm.mean:z.2f}")
+        _remark(axes, f"total: {patching.harm.mean:z.2f}")
     _hide_inner_labels(panels)
     return figure
 
