@@ -25,7 +25,7 @@ def takes_states(model: nn.Module) -> bool:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise a `ValueError` for a model that cannot be given states."""
+    """Raise a `ValueError` for a model that accepts no initial state."""
     base = base_of(model)
     missing = STATE_ARGUMENTS - set(inspect.signature(base.forward).parameters)
     if missing:

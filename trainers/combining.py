@@ -71,14 +71,14 @@ def _combined(method: Any, other: Any, config: Any) -> tuple[type[Any], type[Any
 
 
 def _config_of(trainer: type[Trainer]) -> Any:
-    """The config class beside the first class that has one in its module, named as Transformers and TRL do."""
+    """The config class of the first base class with one in its module, named as in Transformers and TRL."""
     for base in trainer.__mro__:
         for ending in ("Config", "TrainingArguments"):
             name = base.__name__.removesuffix("Trainer") + ending
             config = getattr(sys.modules[base.__module__], name, getattr(transformers, name, None))
             if inspect.isclass(config) and issubclass(config, TrainingArguments):
                 return config
-    raise AssertionError("TrainingArguments are beside Trainer")
+    raise AssertionError("Trainer has TrainingArguments")
 
 
 @cache

@@ -1,6 +1,6 @@
 """Settings that every method shares."""
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from inspect import get_annotations
 from typing import Any, Literal, Self
@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from transformers import TrainingArguments
 
 from hf_recurrent_lengthgen.evaluation.settings import option
-from hf_recurrent_lengthgen.trainers.settings import check_settings, defaults_of
+from hf_recurrent_lengthgen.trainers.settings import check_settings
 
 
 @dataclass
@@ -113,7 +113,9 @@ class InitialStateConfig(TrainingArguments):
     def alone(cls, **settings: Any) -> Self:
         """A config with the settings of the method only, without the set-up of a run by `TrainingArguments`."""
         made = object.__new__(cls)
-        vars(made).update(defaults_of(cls) | settings)
+        for item in fields(cls):
+            vars(made)[item.name] = item.default if item.default_factory is MISSING else item.default_factory()
+        vars(made).update(settings)
         check_settings(made, made.method_fields())
         made.check()
         return made

@@ -46,9 +46,9 @@ def context_harm(tokens: Tokens, training_length: int, name: str = "context_harm
     def measure(model: nn.Module) -> Estimate:
         _check_reach(tokens, training_length)
         nll = stream_nll(model, tokens, progress=False).nll
-        harm = nll[:, training_length:] - window_nll(model, tokens, training_length, progress=False).truncated
+        excess = nll[:, training_length:] - window_nll(model, tokens, training_length, progress=False).truncated
         start, stop = last_doubling(nll.shape[1], training_length)
-        return estimate(harm[:, start - training_length : stop - training_length], CONFIDENCE)
+        return estimate(excess[:, start - training_length : stop - training_length], CONFIDENCE)
 
     return Metric(name, measure, greater_is_better=False)
 

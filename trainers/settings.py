@@ -4,7 +4,7 @@ import math
 import os
 import types
 from collections.abc import Collection
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -17,13 +17,6 @@ AT_LEAST_ONE = (
 PROBABILITIES = ("state_drop_probability",)
 ABOVE_ZERO = ("expand_factor", "mimetic_c", "new_weights_lr_multiplier", "noise_sigma")
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "None"}
-
-
-def defaults_of(settings: Any) -> dict[str, Any]:
-    return {
-        item.name: item.default if item.default_factory is MISSING else item.default_factory()
-        for item in fields(settings)
-    }
 
 
 def check_settings(settings: Any, names: Collection[str] | None = None) -> None:

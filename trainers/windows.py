@@ -14,6 +14,7 @@ that continue over steps: a step is the mean over all targets of its examples, a
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -132,11 +133,9 @@ def train_in_windows(
         waits = micro_batch.is_last and index != synchronized and isinstance(model, DistributedDataParallel)
         if not scored:
             _read(trainer, model, batch, window)
-        elif waits:
-            with model.no_sync():
-                loss += train(batch, window)
         else:
-            loss += train(batch, window)
+            with model.no_sync() if waits else nullcontext():
+                loss += train(batch, window)
         carried, keys = window.carried, None if keys is None else keys.detached()
     return loss
 

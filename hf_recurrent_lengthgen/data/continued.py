@@ -98,21 +98,19 @@ class ContinuedChunks(Dataset[Item]):
         return self.chunks_before_reset or len(self)
 
     def __getitem__(self, key: int | ChunkKey) -> Item:
-        index = key.chunk if isinstance(key, ChunkKey) else key
-        index = range(len(self))[index]
+        index = range(len(self))[key.chunk if isinstance(key, ChunkKey) else key]
         begins = key.begins if isinstance(key, ChunkKey) else index % self.chunks_of_sequence == 0
         start = index * self.length
-        stop = start + self.length + self.lookahead + 1
-        return _item(self.stream[start:stop].long(), self._document_starts(start, stop), begins)
-
-    def _document_starts(self, start: int, stop: int) -> Tensor | None:
-        """(stop - start,) bool: the tokens after separators and the stream's first; None without reset."""
-        if not self.reset_at_document:
-            return None
-        assert self.separator_id is not None
-        if start > 0:
-            return self.stream[start - 1 : stop - 1].long().eq(self.separator_id)
-        return torch.cat([torch.tensor([True]), self.stream[: stop - 1].long().eq(self.separator_id)])
+        tokens = self.stream[start : start + self.length + self.lookahead + 1].long()
+        targets, resets = tokens[1:], torch.zeros(len(tokens) - 1, dtype=torch.bool)
+        if self.reset_at_document:
+            first = start == 0 or int(self.stream[start - 1]) == self.separator_id
+            document_starts = torch.cat([torch.tensor([first]), tokens[:-1] == self.separator_id])
+            targets = targets.masked_fill(document_starts[1:], IGNORED_LABEL)
+            resets |= document_starts[:-1]
+        if begins:
+            resets[0] = True
+        return {"input_ids": tokens[:-1], "labels": tokens[:-1], "shift_labels": targets, "state_resets": resets}
 
 
 class StreamRowSampler(Sampler[ChunkKey]):
@@ -197,15 +195,3 @@ def keep_long_documents(stream: Tensor | np.ndarray, separator_id: int, minimum_
             "give longer documents or a smaller minimum"
         )
     return long
-
-
-def _item(tokens: Tensor, document_starts: Tensor | None, begins: bool) -> Item:
-    """An item from its tokens and the next one, (T + l + 1,); document_starts (T + l + 1,) marks document resets."""
-    targets = tokens[1:]
-    resets = torch.zeros(len(targets), dtype=torch.bool)
-    if document_starts is not None:
-        targets = targets.masked_fill(document_starts[1:], IGNORED_LABEL)
-        resets |= document_starts[:-1]
-    if begins:
-        resets[0] = True
-    return {"input_ids": tokens[:-1], "labels": tokens[:-1], "shift_labels": targets, "state_resets": resets}

@@ -99,7 +99,7 @@ def _encoded(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], lis
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 "the tokenizer has no end token to put after the completion: set tokenizer.eos_token (for "
-                "the command line in a copy, tokenizer.save_pretrained(FOLDER), given as --tokenizer FOLDER)"
+                "the command line in a copy, tokenizer.save_pretrained(FOLDER), and --tokenizer FOLDER)"
             )
         before, whole = text_ids(tokenizer, prompt), text_ids(tokenizer, prompt + completion)
         whole += [tokenizer.eos_token_id] if whole[-1:] != [tokenizer.eos_token_id] else []

@@ -59,7 +59,7 @@ def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{type(tokenizer).__name__} has no end-of-text token to put between documents; set tokenizer.eos_token "
-            "(for the command line in a copy, tokenizer.save_pretrained(FOLDER), given as --tokenizer FOLDER)"
+            "(for the command line in a copy, tokenizer.save_pretrained(FOLDER), and --tokenizer FOLDER)"
         )
     before, ending = (np.array(ids, np.int32) for ids in (text_prefix(tokenizer), [tokenizer.eos_token_id]))
     between = before[:0] if np.array_equal(before, ending) else before

@@ -30,14 +30,11 @@ class KeyLayer:
 
     @property
     def keys(self) -> Tensor | None:
-        return self._part(0)
+        return joined_parts(self.parts)[0] if self.parts else None
 
     @property
     def values(self) -> Tensor | None:
-        return self._part(1)
-
-    def _part(self, which: int) -> Tensor | None:
-        return joined_parts(self.parts)[which] if self.parts else None
+        return joined_parts(self.parts)[1] if self.parts else None
 
     @property
     def columns(self) -> int:

@@ -106,12 +106,9 @@ def _arguments(
     config = positional[0] if positional else keyword.get("generation_config")
 
     def setting(name: str, default: Any = None) -> Any:
-        if name in keyword:
-            return default if keyword[name] is None else keyword[name]
-        for source in (vars(config) if config is not None else {}, vars(model.generation_config)):
-            if source.get(name) is not None:
-                return source[name]
-        return default
+        configs: Any = ({} if config is None else vars(config), vars(model.generation_config))
+        sources = [keyword] if name in keyword else configs
+        return next((source[name] for source in sources if source.get(name) is not None), default)
 
     check_prompts(keyword)
     if "position_ids" in keyword:

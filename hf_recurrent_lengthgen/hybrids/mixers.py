@@ -335,7 +335,7 @@ def _taken_over(stock: Any) -> Any:
 
 
 def under_its_name(stock: Any, make: Any, mixins: tuple[type, ...], namespace: dict[str, Any]) -> Any:
-    """A subclass of a stock class under its name, by which pickle would find that one: it is told `make(stock)`."""
+    """A subclass of a stock class under its name, by which pickle would find the stock one: it gets `make(stock)`."""
 
     def reduced(self: Any, protocol: Any) -> Any:
         _, _, *contents = stock.__reduce_ex__(self, protocol)

@@ -11,7 +11,7 @@ KEYS_CHANGE_ALL = "every key changes what earlier tokens wrote, so that a state 
 
 @dataclass(init=False, repr=False, eq=False)
 class FlaConfigMixin(StatefulConfigMixin):
-    """Fields of every fla family beside those of `StatefulConfigMixin`; defaults as in fla 0.6.
+    """Fields of every fla family, added to `StatefulConfigMixin`; defaults as in fla 0.6.
 
     Args:
         hidden_size: Width D of the residual stream.
@@ -25,9 +25,9 @@ class FlaConfigMixin(StatefulConfigMixin):
         norm_eps: Added to mean squares and variances.
         initializer_range: Standard deviation of initial weights.
 
-    Token ids are None unless given. What fla offers beside the recurrence is refused: attention layers (`attn`),
+    Token ids are None by default. What fla has in addition to the recurrence is refused: attention layers (`attn`),
     attention residuals (`attnres_block_size`), but in RWKV-7 an extra loss (`use_l2warp`). fla's flags that choose an
-    implementation (`attn_mode`, `fuse_*`, `use_gk`, `use_gv`) are kept and change nothing, except that GLA derives
+    implementation (`attn_mode`, `fuse_*`, `use_gk`, `use_gv`) stay and change nothing, except that GLA derives
     a parameter name from `fuse_norm`.
     """
 
@@ -65,7 +65,7 @@ class FlaConfigMixin(StatefulConfigMixin):
             self.part("hidden_size", self.hidden_size, count)
 
     def exclude(self, name: str) -> None:
-        """Refuse a number of heads of all layers beside `layer_num_heads`."""
+        """Refuse a number of heads of all layers with `layer_num_heads`."""
         heads, of_all = self.layer_num_heads, getattr(self, name)
         if heads is not None and of_all is not None:
             raise ValueError(

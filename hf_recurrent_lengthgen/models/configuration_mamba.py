@@ -8,7 +8,7 @@ from .configuration_stateful import StatefulConfigMixin, optional_module
 
 @dataclass(init=False, repr=False, eq=False)
 class ReferenceLayersConfigMixin(StatefulConfigMixin):
-    """Fields beside those of Transformers: attention in place of some mixers, and per-layer sizes.
+    """Fields that Transformers lacks: attention in place of some mixers, and per-layer sizes.
 
     In Figures 2, 4 and 5 of Trockman et al. (2024, arXiv:2410.11135), layer 4 of 8 is one head of softmax attention
     (`attention_layers=[3]`), or of linear attention with a head dim of 8, 32 or 1024 (`attention_kind="linear",
@@ -72,7 +72,7 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
             )
 
     def check_forgetting(self) -> None:
-        """See `StatefulConfigMixin.check_forgetting`; refused beside attention layers, which keep all tokens."""
+        """See `StatefulConfigMixin.check_forgetting`; refused with attention layers, which keep all tokens."""
         super().check_forgetting()
         rule = self.attention_layers and self.forgetting and optional_module("scan_forgetting").Forgetting.of(self)
         if rule and rule.changed():

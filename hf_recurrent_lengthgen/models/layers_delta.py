@@ -1,7 +1,7 @@
 """What the mixers of DeltaNet, Gated DeltaNet and Kimi Delta Attention share, on the parameter names of fla.
 
-Different from fla's layers, beside the state and right-padded rows: gates, rates, the norms of queries and keys and
-the recurrence are in full precision.
+Different from fla's layers, in addition to the state and right-padded rows: gates, rates, the norms of queries and
+keys and the recurrence are in full precision.
 
 Shapes: B batch, T tokens, D hidden size, H heads of values, N key dim, P value dim.
 """

@@ -97,7 +97,7 @@ def fused_mamba2(
     """The outputs of a mixer, (B, T, D), and the state after the last real token; arguments as of
     `after_input_projection`, with A and D as the scan takes them, (H,).
 
-    A plain `nn.Linear` as output projection is computed inside, so that its input need not be kept; others are called.
+    A plain `nn.Linear` as output projection is computed inside, so its input need not be saved; others are called.
     """
     out_proj = mixer.out_proj
     inside = type(out_proj) is nn.Linear and is_plain(out_proj)
@@ -171,9 +171,9 @@ def _backward(*inputs: Any) -> list[Tensor]:
         d_y = d_gated.view_as(y)
     else:
         gates = {"z": _tokens(zxbcdt)[:, : of.parts[0]], "dz": _tokens(d_all)[:, : of.parts[0]]}
-        kept = {"mean": None, "rstd": rstd, "recompute_output": project}
+        saved = {"mean": None, "rstd": rstd, "recompute_output": project}
         d_y, d_norm, _, _, *normed = _layer_norm_bwd(
-            _tokens(d_gated), _tokens(y), norm, None, **gates, **kept, **_norm_options(of)
+            _tokens(d_gated), _tokens(y), norm, None, **gates, **saved, **_norm_options(of)
         )
     _, _, d_A, _, _, d_D, _, d_dt_bias, d_ssm, *scanned = _mamba_chunk_scan_combined_bwd(
         d_y.view_as(y), x, _without_padding(dt, lengths), A, B, C, y, **options
@@ -223,8 +223,8 @@ def _(zxbcdt: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
     out = zxbcdt.new_empty(
         *tokens, inner if out_weight is None else len(out_weight), dtype=zxbcdt.dtype if out_weight is None else dtype
     )
-    kept = 0 if norm is None else tokens[0] * tokens[1] * (inner // of.norm_group)
-    rstd = zxbcdt.new_empty(kept, dtype=zxbcdt.dtype if norm is None else torch.float32)
+    groups = 0 if norm is None else tokens[0] * tokens[1] * (inner // of.norm_group)
+    rstd = zxbcdt.new_empty(groups, dtype=zxbcdt.dtype if norm is None else torch.float32)
     states = ssm_state.new_empty(ssm_state.shape), conv_state.mT.contiguous().mT.clone()
     return out, *states, zxbcdt.new_empty(*tokens, of.heads, of.head_dim), rstd
 

@@ -61,7 +61,7 @@ class ScanMixer(nn.Module):
     Attributes:
         scan: The function of a file `scan_*.py`, as a static method: it takes the inputs of the recurrence and the
             recurrent part of a state, and gives outputs and the recurrent part after the last token. With
-            `in_place=True` it may overwrite the one it is given.
+            `in_place=True` it may overwrite its argument.
         grows: What makes its state larger (StateX, Shen et al. 2025): "state_size", N of each head or channel, or
             "num_heads", fewer and larger heads; None where it cannot be expanded.
         why_not_grow: Why it cannot be expanded, in words; empty where it can.

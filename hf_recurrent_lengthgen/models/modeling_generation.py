@@ -268,7 +268,7 @@ class RecurrentGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"The cache has read {seen} tokens and {source} has {width}: give the whole text so far "
                 "with the cache, or only the new tokens with initial_state=cache.state (a hybrid needs "
-                "attention_cache=copy.copy(cache) beside it)."
+                "attention_cache=copy.copy(cache), too)."
             )
         for per_token in _PER_TOKEN:
             if inputs.get(per_token) is not None and not (virtual and per_token == "attention_mask"):

@@ -138,8 +138,8 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
         )
         hidden_states = output.last_hidden_state
         if not isinstance(logits_to_keep, int) or logits_to_keep:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            hidden_states = hidden_states[:, kept]
+            chosen = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            hidden_states = hidden_states[:, chosen]
         targets = labels, shift_labels, rows, num_items_in_batch
         if skip_logits and not torch.compiler.is_compiling():
             loss, logits = optional_module("modeling_loss").loss_without_logits(self, hidden_states, *targets), None

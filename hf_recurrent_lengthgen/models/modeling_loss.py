@@ -2,8 +2,8 @@
 
 A chunk's gradients are computed with its loss, in the forward pass (Hsu et al., 2024, "Liger Kernel",
 arXiv:2410.10989, section 3.2): that of its hidden states, and that of the weight, which is summed over chunks. So no
-logits are kept, and none are computed twice; the backward pass scales both. Tokens without a target get no logits on
-a CPU. On a GPU, fla's cross-entropy scores a chunk where fla is installed.
+logits stay in memory, and none are computed twice; the backward pass scales both. Tokens without a target get no
+logits on a CPU. On a GPU, fla's cross-entropy scores a chunk where fla is installed.
 
 Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """

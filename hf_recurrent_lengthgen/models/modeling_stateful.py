@@ -48,7 +48,7 @@ class StatefulModelOutput(OutputWithCache):
     Attributes:
         last_hidden_state: (B, T, D), after the final norm.
         final_state: State after the last real token of each row.
-        cache: The generation cache, if asked for.
+        cache: The generation cache, with `use_cache`.
         hidden_states: Embeddings and the output of every block, the last one after the final norm; (B, T, D) each.
             Gradients flow. Those of Transformers' Mamba classes lack embeddings, and add the last one before the norm.
     """
@@ -226,7 +226,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         raise NotImplementedError
 
     def layer_inputs(self) -> list[tuple[Tensor, ...]]:
-        """Further inputs of each layer, beside hidden states, state and rows; none in most families."""
+        """Further inputs of each layer, after hidden states, state and rows; none in most families."""
         return [()] * len(self.layers)
 
     @can_return_tuple
@@ -292,7 +292,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         keep_all: bool,
         keep_states: bool,
     ) -> tuple[list[Tensor], RecurrentState]:
-        """Hidden states before each layer, if all are kept, and after the final norm; and the state after, or ()."""
+        """Hidden states before each layer, with `keep_all`, and after the final norm; and the state after, or ()."""
         hidden_states, states = [], []
         shared: tuple[Any, ...] = ()
         first: Any = (None if rows.starts is None else learned_row(self)) or [None] * len(state)

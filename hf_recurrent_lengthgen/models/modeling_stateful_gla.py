@@ -3,8 +3,8 @@
 Glossary (Yang et al. 2023, arXiv:2312.06635, section 4.4 -> here): alpha_t -> exp(g_t), tau -> gate_logit_normalizer,
 S -> state.recurrent (transposed), heads H of N = d_k keys and P = d_v values.
 
-Different from fla's layer, beside the state and right-padded rows: each layer has its own number of heads, and gates
-and recurrence are in full precision.
+Different from fla's layer, in addition to the state and right-padded rows: each layer has its own number of heads, and
+gates and recurrence are in full precision.
 """
 
 from collections.abc import Callable

@@ -3,8 +3,8 @@
 Glossary (Qin et al. 2024, arXiv:2404.07904, Eq. 6 -> here): forget gate f_t -> exp(g_t), input gate 1 - f_t -> k,
 i_t -> i_proj, o_t -> q. It is the recurrence of GLA with keys that are one minus the decay.
 
-Different from fla's layer, beside the state and right-padded rows: gates and recurrence are in full precision. As
-in fla, the norm of the outputs spans all heads, and its epsilon is 1e-5 whatever `norm_eps` says.
+Different from fla's layer, in addition to the state and right-padded rows: gates and recurrence are in full precision.
+As in fla, the norm of the outputs spans all heads, and its epsilon is 1e-5 whatever `norm_eps` says.
 
 Shapes: B batch, T tokens, D hidden size.
 """

@@ -3,7 +3,7 @@
 Katharopoulos et al. 2020 (arXiv:2006.16236, Eq. 18 to 20): S_t = S_{t-1} + v_t phi(k_t)^T, y_t = S_t phi(q_t), that
 is GLA without decay. A normalizer is a further row of the state, the sum of the keys.
 
-Different from fla's layer, beside the state and right-padded rows: the recurrence is in full precision.
+Different from fla's layer, in addition to the state and right-padded rows: the recurrence is in full precision.
 
 Shapes: B batch, T tokens, H heads, N mapped key dim, P value dim.
 """

@@ -84,7 +84,7 @@ class _GatedRMSNorm(torch.autograd.Function):
 
 
 def _normed(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """y, with nothing kept."""
+    """y, with nothing saved."""
     v = x * silu(_widen(gate))
     n = rms_norm(v.view(*v.shape[:-1], groups, -1), (v.shape[-1] // groups,), None, eps)  # unflatten is slow
     return weight * n.flatten(-2).to(x.dtype)

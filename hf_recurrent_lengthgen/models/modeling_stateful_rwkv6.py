@@ -25,7 +25,7 @@ from .state_value import LayerState
 
 
 class ShiftedLinear(nn.Module):
-    """A linear map of x_t + mu * (x_{t-1} - x_t); with `mu` (D,) as a parameter, or given (B, T, D)."""
+    """A linear map of x_t + mu * (x_{t-1} - x_t); with `mu` (D,) as a parameter, or an argument (B, T, D)."""
 
     def __init__(self, linear: nn.Module, size: int | None = None) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class StatefulRWKV6TimeMixing(RWKVTimeMixing):
     def _shifts(self, x: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
         """mu of r, w, k, v and g, (B, T, D) each."""
         hidden = self.x_proj[1](self.x_proj[0](x, delta)).unflatten(-1, (5, -1))
-        # zeros beside each fifth, so that the linear map is called as a module, with its adapters
+        # zeros around each fifth, so that the linear map is called as a module, with its adapters
         apart = torch.diag_embed(hidden.mT, dim1=-2, dim2=-1).movedim(-3, -1).flatten(-2)
         return (self.x_proj[2](apart) + self.x_bias).unbind(2)
 

@@ -127,7 +127,7 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
 
 
 class StatefulRWKV7ChannelMixing(nn.Module):
-    """`value(relu(key)^2)`; a width that is not given is rounded up to a multiple of 32."""
+    """`value(relu(key)^2)`; without a width, it is rounded up to a multiple of 32."""
 
     def __init__(self, config: StatefulRWKV7Config, layer: int) -> None:
         super().__init__()

@@ -195,8 +195,8 @@ def _folded(state: Tensor, is_matrix: bool, shape: torch.Size, maps: Sequence[Te
     states = [state]
     for flat in maps:
         factor, written, ended = _map_of(flat, state, shape)
-        kept = states[-1].masked_fill(ended, 0.0)
-        states.append(kept @ factor + written if is_matrix else torch.addcmul(written, factor, kept))
+        continued = states[-1].masked_fill(ended, 0.0)
+        states.append(continued @ factor + written if is_matrix else torch.addcmul(written, factor, continued))
     return states
 
 

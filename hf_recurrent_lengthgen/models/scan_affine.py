@@ -62,8 +62,8 @@ def affine_trapezoid(
     """What T tokens do to a state; arguments as of `scan_trapezoid`."""
     as_ssd = AsSSD.of(dt, g, share, w, x, B, C, D)
     found = ssd_affine(as_ssd.x, as_ssd.steps, as_ssd.g, as_ssd.keys)
-    kept = found.factor * torch.eye(B.shape[3], dtype=g.dtype, device=g.device)
-    return AffineMap(as_ssd.decayed(kept), as_ssd.after(found.written), is_matrix=True)
+    decay = found.factor * torch.eye(B.shape[3], dtype=g.dtype, device=g.device)
+    return AffineMap(as_ssd.decayed(decay), as_ssd.after(found.written), is_matrix=True)
 
 
 def affine_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any) -> AffineMap:

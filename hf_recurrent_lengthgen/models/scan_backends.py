@@ -31,7 +31,7 @@ logger = logging.get_logger(__name__)
 
 ScanBackend = Literal["torch", "kernel"]
 Inputs = Sequence[Tensor]
-"""What a scan reads beside the state, in the order of its arguments."""
+"""What a scan reads before the state, in the order of its arguments."""
 # Every copy of this file, as in checkpoints, has operators of its own. torch names them in ASCII, folders need not.
 OPERATORS = f"{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}_{zlib.crc32(__name__.encode()):08x}"
 INSTALL_HINT = 'pip install "hf_recurrent_lengthgen[kernels]"'
@@ -184,7 +184,7 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 def decayed_and_written(state: Tensor, decay: Tensor, value: Tensor, key: Tensor, out: Tensor | None) -> Tensor:
-    """`state * decay + value * key`, all of them broadcast; in `out`, if given."""
+    """`state * decay + value * key`, all of them broadcast; in `out`, if there is one."""
     if out is None:
         return (state * decay).addcmul_(value, key)
     return torch.mul(state, decay, out=out).addcmul_(value, key)

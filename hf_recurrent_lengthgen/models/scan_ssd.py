@@ -10,7 +10,7 @@ Three forms behind one function, `scan_ssd`:
 
 - `ChunkedSSD`: the chunked form in plain torch. Inside a chunk of Q tokens the map is a masked
   (Q, Q) matrix per head, between chunks one state is carried. Its backward pass recomputes the chunk
-  matrices, so that only inputs, outputs and one state per chunk are kept in memory. It takes log decays of its own,
+  matrices, so that only inputs, outputs and one state per chunk are in memory. It takes log decays of its own,
   g_t in place of dt_t A, since other recurrences use it, too.
 - `_step`: one token, for decoding, on the state as it lies in memory.
 - mamba-ssm's `mamba_chunk_scan_combined` on a GPU. It carries a float32 state from call to call, but multiplies

@@ -241,11 +241,7 @@ def _outside_inference_mode(part: Tensor) -> Tensor:
 
 
 def learned_row(model: Any) -> RecurrentState | None:
-    """One row of the learned state that sequences of a model start from, with gradients; None for the zero state.
-
-    Raises:
-        ValueError: if the config names learned states that the model lacks, or that have other shapes.
-    """
+    """One row of the learned state that sequences of a model start from, with gradients; None for the zero state."""
     if getattr(model.config, "learned_states", None) is None:
         return None
     return optional_module("state_learned").active_row(model)

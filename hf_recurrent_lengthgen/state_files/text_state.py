@@ -1,6 +1,6 @@
 """A text state: all that a model keeps of a text that it has read up to a position.
 
-A text state is a value: no function here changes its argument, so many questions can be asked from one.
+A text state is a value: no function here changes its argument, so it can answer any number of questions.
 
 Shapes: B rows, T tokens, H heads of keys, D size of a key or value.
 """
@@ -203,7 +203,7 @@ def ask(model: Any, text_state: TextState, prompts: Tensor, **generation: Any) -
 
     Args:
         model: The model of the text state.
-        text_state: One row for each prompt; it can be asked again.
+        text_state: One row for each prompt; it can be used again.
         prompts: Token ids, (B, T), without padding.
         generation: Arguments of `generate`. Functions such as `logits_processor` get the prompt, not the text.
 

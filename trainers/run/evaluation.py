@@ -57,8 +57,7 @@ class EvaluationTrainer(Trainer):
         return evaluation_loader(self, data, partial(super().get_eval_dataloader, eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Trainer's, in the order of the data, which is how predictions are told apart, also if sequences are
-        grouped."""
+        """Trainer's, in the order of the data, also if sequences are grouped: predictions carry no other key."""
         with replaced(self.args, train_sampling_strategy="random"):
             return evaluation_loader(self, test_dataset, partial(super().get_test_dataloader, test_dataset))
 
@@ -81,7 +80,7 @@ class EvaluationTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Prediction:
         """Trainer's, from the source's state for evaluation, without final states, which would count as predictions;
-        in chunks where nothing but the loss is asked for (`evaluation_chunk`). On several processes the loss is the
+        in chunks where only the loss is needed (`evaluation_chunk`). On several processes the loss is the
         mean over the targets of all of them.
 
         Raises:

@@ -144,9 +144,9 @@ def methods_of(trainer: "InitialStateTrainer", weights: InitialWeights | None = 
 def training_run(trainer: "InitialStateTrainer", output: TrainOutput, facts: RunFacts) -> TrainingRun:
     """The record of a training, from the trainer, what `train` returned, and facts that the trainer cannot know."""
     args, state, record = trainer.args, trainer.state, trainer.run_record
-    usual, tokens = facts.training_length * record.rows, int(record.tokens)
+    full, tokens = facts.training_length * record.rows, int(record.tokens)
     if tokens == record.rows * record.longest:  # a block has one token more than targets
-        tokens = usual
+        tokens = full
     best = args.load_best_model_at_end and state.best_global_step not in (None, state.global_step)
     return TrainingRun(
         methods=methods_of(trainer, facts.initial_weights),
@@ -159,7 +159,7 @@ def training_run(trainer: "InitialStateTrainer", output: TrainOutput, facts: Run
         loss=mean_loss(state.log_history, float(output.training_loss)),
         hardware=_hardware(args),
         settings=record.settings(trainer),
-        row_tokens=None if tokens == usual else tokens / record.rows,
+        row_tokens=None if tokens == full else tokens / record.rows,
         adapter=adapter_of(trainer.model),
         initial_weights=facts.initial_weights,
         best_step=state.best_global_step if best else None,

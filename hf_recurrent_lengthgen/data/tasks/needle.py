@@ -72,8 +72,8 @@ def needle_prompt(
         if (before == 0) == (mark == "\n"):
             break
     text = haystack.tokens
-    pieces = [torch.tensor(head), text[:before], torch.tensor(needle), text[before:room], torch.tensor(question)]
-    return Task(torch.cat(pieces), torch.tensor(answer), scored, room - before + len(question))
+    parts = [torch.tensor(head), text[:before], torch.tensor(needle), text[before:room], torch.tensor(question)]
+    return Task(torch.cat(parts), torch.tensor(answer), scored, room - before + len(question))
 
 
 def _nearest_end(ends: np.ndarray, place: float, room: int) -> int:

@@ -61,10 +61,10 @@ PASSKEY_STYLES = {
 
 
 class PasskeyTemplate:
-    """The pieces of prompts up to a length as token ids; each paragraph is on its own line.
+    """The parts of prompts up to a length as token ids; each paragraph is on its own line.
 
     Args:
-        length: Tokens of prompt and answer, or the most that `fill` can be asked for.
+        length: Tokens of prompt and answer, or the maximum for `fill`.
         style: "pass key" (Buitrago Ruiz and Gu, 2025), "passkey" (Chen et al., 2024) or "infinity-bench" (Shen et al.,
             2025).
     """
@@ -95,7 +95,7 @@ class PasskeyTemplate:
             )
         before = round(depth * room)
         after = room - before
-        # both pieces of filler begin with its first sentence and are cut at their end
+        # both parts of filler begin with its first sentence and are cut at their end
         start, end = torch.tensor(self.head), torch.tensor(self.question)
         prompt = torch.cat([start, self.filler[:before], torch.tensor(needle), self.filler[:after], end])
         return Task(prompt, torch.tensor(answer), scored, after + len(self.question))
