@@ -1,4 +1,4 @@
-"""Results of a study by arm and seed: one file in the repository, one line for each, and small files while it runs.
+"""Results of a study by arm and seed: one file with a line for each, and small files while the study runs.
 
 An arm is one training and its measurement.
 """
@@ -30,10 +30,10 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 class ArmResults:
-    """Results below a folder: `NAME.jsonl` has those of a finished study, sorted; `running/` those that came since.
+    """Results below a folder: `NAME.jsonl` has those of a finished study, sorted; `running/` has newer ones.
 
-    Several commands may share the work. An arm that ends writes a file of its own in `running/`, which git ignores and
-    which counts where both have the arm; `merge` takes these into NAME.jsonl.
+    Several commands can share the work. A finished arm writes a file in `running/`, which git ignores and which has
+    precedence; `merge` moves these into NAME.jsonl.
     """
 
     def __init__(self, folder: Path, name: str = "arms") -> None:
@@ -42,7 +42,7 @@ class ArmResults:
         self._merged: dict[tuple[str, int], Result] = {}
 
     def running_file(self, arm: str, seed: int) -> Path:
-        """Of an arm that ended since the last merge; `arm` may have slashes."""
+        """Of an arm that was not merged yet; `arm` may have slashes."""
         return self.running / arm / f"seed{seed}.json"
 
     def get(self, arm: str, seed: int) -> Result | None:
@@ -51,7 +51,7 @@ class ArmResults:
         return self._lines().get((arm, seed)) if own is None else own
 
     def put(self, arm: str, seed: int, result: Result) -> None:
-        """Keep the result of an arm that ended."""
+        """Store the result of a finished arm."""
         with replacing(self.running_file(arm, seed)) as file:
             file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
@@ -64,7 +64,7 @@ class ArmResults:
         return [seed for name, seed in self.arms() if name == arm]
 
     def merge(self) -> None:
-        """Take the small files into the one file, and delete them; nothing while another command does so."""
+        """Merge the small files into the one file, and delete them; nothing while another command does so."""
         if not self.running.is_dir():
             return
         with locked(self.file.parent) as free:

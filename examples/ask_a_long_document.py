@@ -1,12 +1,12 @@
-"""Read a document of 100,000 tokens once, keep what the model has read, and ask as often as you like.
+"""Read a document of 100,000 tokens once, store the state, and answer any number of prompts from it.
 
     python examples/ask_a_long_document.py --model model_cards/mamba2-state-passing
     python examples/ask_a_long_document.py --model model_cards/mamba2-state-passing --document book.txt --ask "Who"
     python examples/ask_a_long_document.py --model model_cards/mamba2-state-passing --position 50000
 
-Another process or machine can ask, too. A second run finds the files and asks at once; one that was interrupted goes
-on after the last file. Works with every checkpoint of this package and with hybrids of Transformers. `lengthgen state`
-does the same as a command.
+Another process or machine can use the stored states, too. A second run reads them and answers at once; an interrupted
+run continues after the last file. Works with every checkpoint of this package and with hybrids of Transformers.
+`lengthgen state` does the same as a command.
 """
 
 import argparse

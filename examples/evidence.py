@@ -1,9 +1,9 @@
 """Repeat the studies of this folder, two commands at a time with one thread each.
 
-Each command keeps what it trained and measured as files, and goes on where it was interrupted: run the same again.
-Hours are for two cores without other work, estimated from the seconds of the trainings.
+Each command stores its models and results as files, and continues where it was interrupted: run the same again.
+Hours are for two idle cores, estimated from the seconds of the trainings.
 
-    python examples/evidence.py --list          # the studies, what they ask, and how long they take
+    python examples/evidence.py --list          # the studies, their questions, and how long they take
     python examples/evidence.py families        # one of them
     python examples/evidence.py                 # all
 """
@@ -32,7 +32,7 @@ SEEDS = ("0", "1", "2")
 
 
 class Study(NamedTuple):
-    """A study: its question, commands that may run side by side, one that reports at the end, hours on two cores."""
+    """A study: its question, commands that can run in parallel, one that reports at the end, hours on two cores."""
 
     question: str
     commands: Sequence[str]
@@ -52,7 +52,7 @@ STUDIES = {
         5.5,
     ),
     "hybrids": Study(
-        "What takes the harm of long attention away?",
+        "What removes the excess loss of long attention?",
         [f"hybrids/run.py --seeds {seed}" for seed in SEEDS],
         "hybrids/run.py --report",
         2.5,
@@ -73,7 +73,7 @@ STUDIES = {
         1.0,
     ),
     "learned_state": Study(
-        "What can a learned initial state learn, beside LoRA?",
+        "What can a learned initial state learn, compared with LoRA?",
         ["learned_state/run.py", "learned_state/s0.py"],
         "learned_state/run.py --report",
         0.4,
@@ -85,7 +85,7 @@ STUDIES = {
         0.4,
     ),
     "state_expansion": Study(
-        "Does a larger state help after training, and from which start?",
+        "Does a larger state help after training, and with which initialization?",
         [
             "state_expansion/run.py --bases mamba2_mimetic",
             "state_expansion/run.py --bases mamba2_heads --seeds 0 1 2",
@@ -96,13 +96,13 @@ STUDIES = {
         1.5,
     ),
     "alignment": Study(
-        "What can the alignment loss do, alone, beside state passing, and for a Transformer?",
+        "What can the alignment loss do, alone, with state passing, and for a Transformer?",
         ["alignment/llama.py", *(f"alignment/run.py --seeds {seed}" for seed in SEEDS)],
         "alignment/run.py --report",
         0.9,
     ),
     "passkey": Study(
-        "What helps to find passkeys far beyond the training length?",
+        "How does a model learn to retrieve passkeys far beyond its training length?",
         [
             *(
                 f"passkey/{script}.py --seeds {seed}"
@@ -115,7 +115,7 @@ STUDIES = {
         8.4,
     ),
     "mimetic": Study(
-        "Does a mimetic start help to copy and recall, and which part of it?",
+        "Does mimetic initialization help to copy and recall, and which part of it?",
         [
             *(f"mimetic/run.py --seeds {seed}" for seed in SEEDS),
             *(f"mimetic/run.py --studies rates tasks --families mamba --seeds {seed}" for seed in SEEDS),
@@ -125,7 +125,7 @@ STUDIES = {
         3.3,
     ),
     "published": Study(
-        "Does a published model fail, and what restores length generalization? (its file: --weights, see the README)",
+        "Does a published model fail, and what restores length generalization? (requires --weights, see its README)",
         [f"published/run.py --seeds {seed}" for seed in SEEDS],
         "published/run.py --report",
         0.1,
@@ -143,7 +143,7 @@ STUDIES = {
 
 
 def table() -> str:
-    """The studies, for people."""
+    """The studies as text."""
     width = max(map(len, STUDIES))
     return "\n".join(f"{name:{width}}  {study.hours:4.1f} h  {study.question}" for name, study in STUDIES.items())
 
@@ -187,7 +187,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"some of {', '.join(STUDIES)} (default: all)")
     parser.add_argument("--list", action="store_true", help="list the studies and run nothing")
-    parser.add_argument("--logs", default="demo-output/evidence", help="folder for what commands say (%(default)s)")
+    parser.add_argument(
+        "--logs", default="demo-output/evidence", help="folder for the output of commands (%(default)s)"
+    )
     parser.add_argument("--workers", type=int, default=2, help="commands that run at a time (%(default)s)")
     options = parser.parse_args()
     if unknown := [name for name in options.studies if name not in STUDIES]:
@@ -202,7 +204,7 @@ def main() -> int:
     try:
         failed = [name for name in options.studies or STUDIES if not run(name, logs, options.workers)]
     except KeyboardInterrupt:
-        print("\nStopped. The same command goes on where it was.")
+        print("\nStopped. The same command continues where it stopped.")
         return 130
     if failed:
         print(f"Not finished: {', '.join(failed)}. The same command runs what is missing.")

@@ -3,8 +3,8 @@
     python examples/load_post_trained_checkpoint.py --model OWNER/NAME --revision COMMIT --document book.txt
     python examples/load_post_trained_checkpoint.py --model a-folder --document book.txt --prompt "In the end"
 
-This needs torch and Transformers only, because the checkpoint carries its code. That code runs on this machine, so a
-checkpoint of the Hub is pinned to a commit whose code was read; a branch may change.
+This requires torch and Transformers only, because the checkpoint carries its code. That code runs on this machine, so
+a checkpoint of the Hub is pinned to a commit whose code was read; a branch may change.
 """
 
 import argparse
@@ -18,7 +18,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", required=True, help="name on the Hub, or folder")
 parser.add_argument("--revision", help="commit, 40 hex digits; needed for a name on the Hub")
 parser.add_argument("--document", type=Path, required=True, help="text file, of any length")
-parser.add_argument("--prompt", default="\n", help="text to go on from after the document")
+parser.add_argument("--prompt", default="\n", help="text to continue after the document")
 parser.add_argument("--state", type=Path, default="state.pt", help="file for the state (%(default)s)")
 parser.add_argument("--piece", type=int, default=4096, help="tokens to read at once (%(default)s)")
 parser.add_argument("--tokens", type=int, default=40, help="tokens to generate (%(default)s)")

@@ -1,9 +1,9 @@
-"""What the studies share: stages that are trained, measured and kept, and two settings of small models of bytes.
+"""Shared by the studies: training, measuring and storing of stages, and two settings of small models of bytes.
 
-`Study` has the model of `lengthgen demo`, trained for longer, which fails from its own start; `SlowStudy` a Mamba-2,
-which fails because it starts with heads that forget almost nothing.
+`Study` has the model of `lengthgen demo`, trained for longer, which fails from the default initialization; `SlowStudy`
+a Mamba-2, which fails because its initialization has slow decay.
 
-A stage is one training run and its measurement. Its folder holds the checkpoint; `ArmResults` keep its result. A
+A stage is one training run and its measurement. Its folder holds the checkpoint; `ArmResults` stores its result. A
 finished stage with the same settings is not run again, so an interrupted study continues where it stopped.
 """
 
@@ -49,7 +49,7 @@ TINY = replace(SETTINGS, hidden_size=16, num_heads=2, **SHORT)
 
 @dataclass(frozen=True)
 class SlowSettings(demo.Budget):
-    """A Mamba-2 with a mimetic start (arXiv:2410.11135), trained and measured as the base of the demo."""
+    """A Mamba-2 with mimetic initialization (arXiv:2410.11135), trained and measured as the base of the demo."""
 
     hidden_size: int = 96
     head_dim: int = 32
@@ -60,11 +60,11 @@ class SlowSettings(demo.Budget):
 
 
 def options_of(description: str | None, results: Path | None = None) -> argparse.ArgumentParser:
-    """The options that all studies have, and the one of those that keep results in a folder of their own."""
+    """The options of all studies; with `results`, the default folder, also --results."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="demo-output/studies", help="folder for everything (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds in this order (0 1 2)")
-    parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
+    parser.add_argument("--report", action="store_true", help="train nothing, report on the results")
     parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
     if results is not None:
         parser.add_argument("--results", default=str(results), help="folder of the results (%(default)s)")
@@ -72,7 +72,7 @@ def options_of(description: str | None, results: Path | None = None) -> argparse
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """What was asked for; tiny runs go to the folder of results that a README shows only if they are told to."""
+    """The options; without --results, tiny runs write to a folder apart from the results of a README."""
     options = parser.parse_args()
     if options.tiny and options.results == parser.get_default("results"):
         options.results = f"{options.output}/tiny_{Path(options.results).parent.name}"
@@ -80,13 +80,13 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def parse(description: str | None) -> argparse.Namespace:
-    """The options of a study that has no others."""
+    """The options of a study without further ones."""
     return options_of(description).parse_args()
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a stage trains: `start` is the stage whose model goes on, None for a new one; lengths in tokens."""
+    """A training: `start` is the stage whose model it continues, None for a new one; lengths in tokens."""
 
     steps: int
     learning_rate: float
@@ -98,18 +98,18 @@ class Training:
 
 
 class Stages:
-    """Trains stages into folders of `options.output`, and keeps their results.
+    """Trains stages into folders of `options.output`, and stores their results.
 
     Args:
-        options: Those of `options_of`.
-        settings: A dataclass, which is a part of what tells results from those of other settings.
-        texts: What is measured, in words, which is another.
+        options: From `options_of`.
+        settings: A dataclass. Results of other settings are ignored.
+        texts: The data of the measurement, in words. Results of other data are ignored.
 
-    A report takes the results of stages that ended into the one file of the study.
+    A report merges the results of finished stages into the one file of the study.
     """
 
     collator: Any = None
-    """What makes a batch of rows; None for Trainer's."""
+    """The data collator; None for Trainer's."""
 
     def __init__(self, options: argparse.Namespace, settings: Any, texts: str) -> None:
         self.settings, self.description = settings, texts
@@ -139,19 +139,19 @@ class Stages:
         return {name: results for name, results in measured.items() if results}
 
     def made_of(self, name: str) -> dict[str, Any]:
-        """How the model of a stage is made at the start, so that results of older settings are not taken for new."""
+        """The configuration of a new model of a stage. Results of another one are ignored."""
         return {}
 
     def facts(self, name: str, seed: int, length: int) -> RunFacts | None:
-        """What the lineage of a stage's checkpoint says; None to write none."""
+        """The lineage of a stage's checkpoint; None to write none."""
         return None
 
     def new_model(self, name: str, length: int, seed: int) -> Any:
-        """The model that a stage starts from if it goes on from no other."""
+        """The model of a stage that continues no other."""
         raise NotImplementedError
 
     def measure(self, model: Any, length: int, seed: int) -> Result:
-        """What is kept of a model."""
+        """The result of a model."""
         raise NotImplementedError
 
     def shown(self, measured: Result) -> str:
@@ -163,7 +163,7 @@ class Stages:
         return load_model(str(folder))
 
     def start(self, name: str, seed: int) -> Path:
-        """The checkpoint of a stage that another goes on from."""
+        """The checkpoint of a stage that another continues."""
         return self.folder(name, seed)
 
     def run(
@@ -176,7 +176,7 @@ class Stages:
         checkpoint: bool = False,
         **options: Any,
     ) -> Result | None:
-        """Train and measure a stage, or read its result; None if only a report is wanted and there is none.
+        """Train and measure a stage, or read its result; None for a report without a result.
 
         With `checkpoint`, the stage is trained again if its checkpoint is missing or of other settings.
         """
@@ -232,7 +232,7 @@ class Stages:
         if kept is not None and kept["key"] == key and kept["measured"] != result["measured"]:
             print(
                 f"Note: trained again, seed {seed} {name} has other results than before, as other machines round sums "
-                "differently. Stages that are there went on from the earlier one: delete their results for one start.",
+                "differently. Stages with results continue the earlier one: delete their results to repeat them.",
                 flush=True,
             )
         return result
@@ -242,7 +242,7 @@ class Stages:
         write_stages(path, {"texts": self.description, **asdict(self.settings)}, results)
 
     def show(self, page: Path, parts: Mapping[str, str]) -> None:
-        """Put parts between the markers of a page, if the results are those beside it."""
+        """Put parts between the markers of a page, if the results are in its folder."""
         if self.results == page.parent / "results":
             fill(page, parts)
 
@@ -266,7 +266,7 @@ class Study(Stages):
         super().__init__(options, settings, texts)
 
     def blocks(self, length: int | None = None) -> PackedBlocks:
-        """Rows that predict `length` tokens."""
+        """Sequences that predict `length` tokens."""
         return PackedBlocks(self.stream, length or self.settings.training_length)
 
     @property
@@ -285,7 +285,7 @@ class Study(Stages):
         return self.run("base", seed, training, ZeroStateTrainer, self.blocks())
 
     def measure(self, model: Any, length: int, seed: int, misalignment: bool = True) -> Result:
-        """What the studies keep of an evaluation; nats per byte, positions in bytes."""
+        """The results of an evaluation; nats per byte, positions in bytes."""
         result = evaluate_model(
             model,
             self.texts,
@@ -307,12 +307,12 @@ class Study(Stages):
         return measured
 
     def shown(self, measured: Result) -> str:
-        return f"harm {measured['harm_last']['mean']:+.3f}"
+        return f"excess loss {measured['harm_last']['mean']:+.3f}"
 
     def draw_perplexity(
         self, axis: Axes, lines: Mapping[str, tuple[str, Sequence[Result]]], length: int | None = None
     ) -> None:
-        """Perplexity against position, as `draw_harm`, from an eighth of `length` on."""
+        """Perplexity by position, as `draw_harm`, from an eighth of `length` on."""
         length = length or self.settings.training_length
         first = max(1, length // 8)
         for label, (color, results) in lines.items():
@@ -324,7 +324,7 @@ class Study(Stages):
     def draw_harm(
         self, axis: Axes, lines: Mapping[str, tuple[str, Sequence[Result]]], length: int | None = None
     ) -> None:
-        """Harm against position, for each label a color and the measurements of its seeds; `length` of their rows."""
+        """Excess loss by position, for each label a color and the measurements of its seeds; `length` is T."""
         length = length or self.settings.training_length
         first = length // 2
         for label, (color, results) in lines.items():
@@ -335,7 +335,7 @@ class Study(Stages):
 
 
 class SlowStudy(Study):
-    """Stages of a Mamba-2 from a mimetic start."""
+    """Stages of a Mamba-2 with mimetic initialization."""
 
     full = SlowSettings(**STUDIED)
     tiny = replace(full, hidden_size=16, head_dim=16, state_size=4, **SHORT)

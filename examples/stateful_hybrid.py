@@ -1,4 +1,4 @@
-"""Train a hybrid of Transformers with state passing, read a text in pieces, and generate from its state.
+"""Train a hybrid of Transformers with state passing, read a text in chunks, and generate from its state.
 
 The model is a tiny random FalconH1, with attention and Mamba-2 in every layer; --model takes your own checkpoint.
 """

@@ -1,4 +1,4 @@
-"""How the studies show their results: tables, figures, and what stands between the markers of a README."""
+"""Tables and figures of the studies, and the parts of a README between markers."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
 
 
 def fill(readme: Path, parts: Mapping[str, str]) -> None:
-    """Replace what stands between `<!-- NAME -->` and `<!-- end -->` for each name.
+    """Replace the text between `<!-- NAME -->` and `<!-- end -->` for each name.
 
     Raises:
         ValueError: unless the README has each pair of markers once.
@@ -57,7 +57,7 @@ def over_seeds(results: Sequence[Result], quantity: str, form: str = ".3f") -> s
 
 
 def nll_last(result: Result) -> float:
-    """Mean NLL of the positions of the last harm range."""
+    """Mean loss in the last doubling of the position."""
     curve, (start, stop) = result["nll"], result["harm_range"]
     bins = [
         (b - a, mean)
@@ -117,12 +117,12 @@ def band(axis: Axes, x: Sequence[float], columns: Sequence[Sequence[float]], alp
 
 
 def perplexities(results: Iterable[Result]) -> list[Result]:
-    """What `draw` takes as "perplexity": exp of the mean loss by position, as in the package's figures."""
+    """Results with "perplexity" for `draw`: exp of the mean loss by position, as in the package's figures."""
     return [{"perplexity": {**each["nll"], "mean": perplexity(each["nll"]["mean"]).tolist()}} for each in results]
 
 
 def draw(axis: Axes, results: Sequence[Result], curve: str, first: int, **style: Any) -> None:
-    """Mean over seeds of "nll", "harm" or "perplexity" from `first` tokens of context on, band from least to most."""
+    """Mean over seeds of "nll", "harm" or "perplexity" from `first` tokens of context on, with a band of the range."""
     edges = results[0][curve]["edges"]
     skipped = sum(edge < first - 1 for edge in edges[:-1])
     x = [((a + 1) * b) ** 0.5 for a, b in pairwise(edges)][skipped:]

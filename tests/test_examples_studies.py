@@ -35,7 +35,7 @@ STUDIES = {  # command, what it prints and how often, and a file that it writes
         "r/families.png",
     ),
     "passkey/windows.py --tiny --seeds 3 --arms base tbtt_16_drawn --output out --results r": (
-        *(r"\| (all keys|window of \d+) \|", 10),
+        *(r"\| (full attention|window of \d+) \|", 10),
         "r/windows.png",
     ),
     "passkey/keys.py --tiny --seeds 3 --kinds last --output out --results r": (r"^\| last of two codes", 5, "r"),

@@ -1,11 +1,11 @@
 """Does fine-tuning with the alignment loss help a trained Transformer beyond its training length?
 
-After Tables 3, 4, 5 and 11 of Du et al., 2025 (arXiv:2506.11769), in small. A Llama is trained plainly, and fine-tuned
-on two crops of each row with several weights alpha of the loss: on its training length with positions as trained, and
-on twice the length with positions divided by 2 (position interpolation, Chen et al., 2023, arXiv:2306.15595), there
-also with other ranges of shifts between the crops. Arms of a seed start from one base and read the same rows.
-Arms that have a result in --results are not run again. At the end, the parts of LLAMA.md between markers and llama.png
-beside the results are written anew.
+After Tables 3, 4, 5 and 11 of Du et al., 2025 (arXiv:2506.11769), in small. A Llama is trained plainly, then
+fine-tuned on two crops of each sequence with several weights alpha of the loss: on its training length with positions
+as trained, and on twice the length with positions divided by 2 (position interpolation, Chen et al., 2023,
+arXiv:2306.15595), there also with other ranges of shifts between the crops. Arms of a seed start from one base and
+read the same sequences. Arms that have a result in --results are not run again. At the end, the parts of LLAMA.md
+between markers and llama.png are written.
 """
 
 import sys
@@ -153,8 +153,14 @@ def late_loss(model: Any, texts: torch.Tensor, size: int, targets: int) -> float
     return round(F.cross_entropy(logits.flatten(0, 1), rows[:, -targets:].flatten()).item(), 4)
 
 
+LINES = (
+    "Loss by context: it rises beyond the training length for each alpha, the larger alpha the higher; with positions "
+    "divided by 2 it rises from 256 bytes on instead of 128; the four ranges of shifts coincide"
+)
+
+
 def report(study: LlamaStudy, seeds: list[int]) -> None:
-    """Tables and picture of the arms that are there; the page's, too, for the results beside it."""
+    """Tables and figure of all results; those in LLAMA.md, too, if the results are in its folder."""
     measured = study.measured([BASE, *ARMS], seeds)
     head = ["positions", "alpha", "l_extra", "seeds", *(f"loss after {size:,}" for size in study.lengths)]
     base = measured.get(BASE, {})
@@ -175,13 +181,13 @@ def report(study: LlamaStudy, seeds: list[int]) -> None:
             line(axis, study.lengths, base, "#666666", "not fine-tuned", "--")
         axis.set_xscale("log", base=2)
         axis.set_xticks(study.lengths, [f"{size:,}" for size in study.lengths])
-        axis.set(xlabel="context in bytes", ylabel="loss in nats per byte")
+        axis.set(xlabel="context (bytes)", ylabel="loss (nats per byte)")
         axis.legend(frameon=False, fontsize=8)
     for axis in axes[1:]:
         axis.sharey(axes[0])
     save_png(picture, study.results / "llama.png")
-    table, ranks = markdown([*head, "SCE inside", "Jeffreys inside"], rows), correlations(measured)
-    shown = "![Loss against context for each alpha and each range of shifts](results/llama.png)\n"
+    table, ranks = markdown([*head, "SCE within T", "Jeffreys within T"], rows), correlations(measured)
+    shown = f"![{LINES}](results/llama.png)\n"
     study.show(HERE / "LLAMA.md", {"llama figure": shown, "llama table": table, "llama ranks": ranks})
     print(table, ranks, sep="\n")
 
@@ -217,7 +223,7 @@ def correlations(measured: dict[str, dict[int, Result]]) -> str:
         metrics = ({model: found[name] for model, found in models.items()} for name in ("sce", "jeffreys", "inside"))
         ranks = [rank_correlation(metric, late) for metric in metrics]
         rows.append([label, str(len(models)), *(f"{rank.coefficient:+.2f} (p {rank.p_value:.2g})" for rank in ranks)])
-    return markdown(["positions", "models", "SCE inside", "Jeffreys inside", "loss inside"], rows)
+    return markdown(["positions", "models", "SCE within T", "Jeffreys within T", "loss within T"], rows)
 
 
 if __name__ == "__main__":
@@ -225,7 +231,7 @@ if __name__ == "__main__":
     parser.set_defaults(output="demo-output/alignment_llama")
     options = parsed(parser)
     disable_progress_bar()
-    torch.set_num_threads(1)  # results of small runs hang on rounding
+    torch.set_num_threads(1)  # rounding changes the results of small runs
     study = LlamaStudy(options)
     for seed in options.seeds:
         study.first(seed)

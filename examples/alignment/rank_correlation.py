@@ -2,11 +2,12 @@
 
     .venv/bin/python examples/alignment/rank_correlation.py diagnosis/result.json   # of three or more models
 
-Du et al., 2025 (arXiv:2506.11769), Table 1, asks over 7 models how well long-short misalignment and training loss tell
-which model is better at long contexts. Its coefficients are Spearman's (computed from the table's columns: 0.67, 0.88
-and -0.95 as printed, and -0.56 where -0.59 is printed).
+Du et al., 2025 (arXiv:2506.11769), Table 1, correlate long-short misalignment and training loss with scores at long
+contexts over 7 models. The coefficients are Spearman's (computed from the table's columns: 0.67, 0.88 and -0.95 as
+printed, and -0.56 where -0.59 is printed).
 
-The command correlates the misalignment with the loss in the last octave, of a result of `lengthgen diagnose`.
+The command correlates the misalignment with the loss in the last doubling of the position, from a result of
+`lengthgen diagnose`.
 
 The p-value is the share of pairings of the two columns with at least as strong a correlation. With n models it is at
 least 2 / n!, so 4 models (0.083) never suffice for 5 %.

@@ -1,9 +1,9 @@
 """What can the output alignment loss do for a model that fails beyond its training length?
 
-The setting is that of `interventions/`. Every arm reads the same rows as two crops of T bytes each and takes the
-cross-entropy of both; arms differ in the initial states of the crops and in the term that is added. An arm is one
-training and its measurement. Arms that have a result in --results are not run again. At the end, the
-table of README.md and alignment.png beside the results are written anew, from all arms that are there.
+The setting is that of `interventions/`. Every arm reads the same sequences as two crops of T bytes each, with the
+cross-entropy of both. Arms differ in the initial states of the crops and in the term that is added to the loss. An arm
+is one training and its measurement. Arms that have a result in --results are not run again. At the end, the table of
+README.md and alignment.png are written from all results.
 """
 
 import sys
@@ -33,12 +33,12 @@ HERE = Path(__file__).resolve().parent
 NOTHING = 1e-30
 """An alpha without effect in float32: the crops of the alignment loss, without the loss."""
 PAIRS, TEXTS = 8, 16
-"""Pairs of contexts of each text, as in `long_short_misalignment`, and texts that they are taken from."""
+"""Pairs of contexts of each text, as in `long_short_misalignment`, and number of texts."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the crops of a row start from."""
+    """The initial states of the crops of a sequence."""
 
     label: str
     trainer: type[InitialStateTrainer]
@@ -46,7 +46,7 @@ class Source:
 
 
 class Term(NamedTuple):
-    """What is added to the cross-entropy."""
+    """The term that is added to the cross-entropy."""
 
     label: str
     color: str
@@ -88,7 +88,7 @@ class AlignmentStudy(Study):
 
     @torch.inference_mode()
     def divergences_beyond(self, model: Any, length: int) -> dict[str, float]:
-        """Of the predictions after a whole text and after its last T tokens, at multiples of T in the last octave."""
+        """Of the predictions after a whole text and after its last T tokens, at multiples of T in its second half."""
         texts: Any = torch.as_tensor(self.texts)[:, :-1]
         chunks = texts.split(length, dim=1)
         state, long, short = None, [], []
@@ -101,7 +101,7 @@ class AlignmentStudy(Study):
         return divergences("beyond", torch.cat(long), torch.cat(short))
 
     def start(self, name: str, seed: int) -> Path:
-        """The checkpoint of the base, which is trained again where it was not kept."""
+        """The checkpoint of the base, which is trained again if it is missing."""
         self.first(seed, checkpoint=True)
         return self.folder(name, seed)
 
@@ -127,7 +127,7 @@ class AlignmentStudy(Study):
 
 
 def arms() -> dict[str, tuple[Source, Term]]:
-    """What differs between the arms, by name."""
+    """Initial states and term of each arm, by name."""
     return {f"{start}/{added}": (SOURCES[start], TERMS[added]) for start in SOURCES for added in TERMS}
 
 
@@ -138,8 +138,14 @@ def divergences(where: str, a: Tensor, b: Tensor) -> dict[str, float]:
     return {f"{where}_sce": float(sce.mean()), f"{where}_jeffreys": float((sce - entropies).mean())}
 
 
+ALTERNATIVE = (
+    "Perplexity by position, a panel for each pair of initial states: with both crops from zero it rises beyond 128 "
+    "bytes with any term, least with 1 Jeffreys; with passed or carried states it stays flat with any term"
+)
+
+
 def report(study: AlignmentStudy, seeds: list[int]) -> None:
-    """Table, picture and numbers of the arms that are there; the README's, too, for the results beside it."""
+    """Table and figure of all results; those in README.md, too, if the results are in its folder."""
     measured = study.measured(["base", *arms()], seeds)
     if not measured:
         print("No arm has a result yet.")
@@ -153,22 +159,30 @@ def report(study: AlignmentStudy, seeds: list[int]) -> None:
         rows.append([*labels, ", ".join(map(str, results)), *numbers, over_seeds(values, "beyond_jeffreys")])
     start, stop = next(iter(next(iter(measured.values())).values()))["harm_range"]
     length = study.settings.training_length
-    head = ["crops start", "added", "seeds", f"harm at {start:,}-{stop:,}", "loss there", f"loss inside {length}"]
-    table = markdown([*head, "context use", "SCE inside", "Jeffreys inside", "Jeffreys beyond"], rows)
+    head = [
+        "crops start",
+        "added",
+        "seeds",
+        f"excess loss at {start:,}-{stop:,}",
+        "loss there",
+        f"loss within {length}",
+    ]
+    table = markdown([*head, "context use", "SCE within", "Jeffreys within", "Jeffreys beyond"], rows)
     figure(study, measured)
-    picture = "![Perplexity against position: a panel for each way to start the crops](results/alignment.png)\n"
+    picture = f"![{ALTERNATIVE}](results/alignment.png)\n"
     study.show(HERE / "README.md", {"figure": picture, "table": table})
     print(table)
 
 
 def figure(study: AlignmentStudy, measured: dict[str, dict[int, Result]]) -> None:
-    """Perplexity against position, a panel for each way to start the crops."""
+    """Perplexity by position, a panel for each pair of initial states of the crops."""
     picture, axes = panels([f"Crops start: {source.label}" for source in SOURCES.values()], 2)
     for axis, start in zip(axes, SOURCES, strict=True):
         looks = {"base": ("base", "#d55e00")} | {f"{start}/{added}": term[:2] for added, term in TERMS.items()}
         there = {name: look for name, look in looks.items() if name in measured}
         lines = {label: (color, [*measured[name].values()]) for name, (label, color) in there.items()}
         study.draw_perplexity(axis, lines)
+        axis.set_ylabel("perplexity per byte")
     legend_below(picture, axes, 5)
     save_png(picture, study.results / "alignment.png")
 
@@ -178,7 +192,7 @@ def main() -> None:
     parser.set_defaults(output="demo-output/alignment")  # other studies have a stage "base", too
     parser.add_argument("--arms", nargs="+", choices=arms(), default=list(arms()), help="which (all)")
     options = parsed(parser)
-    torch.set_num_threads(1)  # results of small runs hang on rounding
+    torch.set_num_threads(1)  # rounding changes the results of small runs
     study = AlignmentStudy(options)
     for seed in options.seeds:
         study.first(seed)

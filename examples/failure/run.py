@@ -1,7 +1,7 @@
 """Which ways of training lead to failure beyond the training length, and what restores length generalization?
 
 After Fig. 1 to 4 and 11 of arXiv:2507.02782: training length at equal tokens, tokens seen, warm-up, and few steps of
-state passing. The model is the base of `lengthgen demo`; one thing is changed at a time. Writes to the output folder:
+state passing. The model is that of `lengthgen demo`; one setting is changed at a time. Writes to the output folder:
 failure.png, failure.md, failure.json, and a checkpoint per stage and seed. An interrupted run continues.
 """
 
@@ -81,7 +81,7 @@ def train_with(study: Study, seed: int, name: str, multiple: float, warmup: floa
 
 
 def series(study: Study, seeds: list[int]) -> dict[str, dict[str, dict[int, Result]]]:
-    """What is there: panel -> label -> seed -> measurement, of panels with something to compare."""
+    """All results: panel -> label -> seed -> measurement, of panels with two or more labels."""
     settings = study.settings
     step = settings.batch_size * settings.training_length
     whole = settings.base_steps * step
@@ -110,14 +110,20 @@ def series(study: Study, seeds: list[int]) -> dict[str, dict[str, dict[int, Resu
 
 
 def figure(study: Study, measured: dict[str, dict[str, dict[int, Result]]]) -> None:
-    """Perplexity, harm and Remembrance, one column per series."""
-    quantities = {"perplexity": "perplexity per byte", "harm": "harm of extra context", "remembrance": "remembrance"}
+    """Perplexity, excess loss and Effective Remembrance, one column per series."""
+    quantities = {"perplexity": "perplexity", "harm": "excess loss", "remembrance": "remembrance"}
+    units = {
+        "perplexity": "perplexity per byte",
+        "harm": "excess loss (nats per byte)",
+        "remembrance": "total variation",
+    }
     titles = [f"{panel}: {quantity}" for quantity in quantities.values() for panel in measured]
     picture, axes = panels(titles, len(measured))
     length = study.settings.training_length
     places = [(curve, panel) for curve in quantities for panel in measured]
     for axis, (curve, panel) in zip(axes, places, strict=True):
         first = length // 8 if curve == "perplexity" else length // 4
+        axis.set_ylabel(units[curve], fontsize=FONT_SIZE - 1, color=INK)
         for (label, results), color, line in zip(measured[panel].items(), COLORS, LINES, strict=False):
             values, style = list(results.values()), {"color": color, "linestyle": line, "label": label}
             if values and curve == "remembrance":
@@ -127,7 +133,7 @@ def figure(study: Study, measured: dict[str, dict[str, dict[int, Result]]]) -> N
                 draw(axis, perplexities(values) if curve == "perplexity" else values, curve, first, **style)
         if curve == "remembrance":
             position_axis(axis, 1, 4 * length)
-            axis.set_xlabel(f"last bytes kept, of {4 * length}", fontsize=FONT_SIZE)
+            axis.set_xlabel(f"number of last bytes, of {4 * length}", fontsize=FONT_SIZE)
             axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize=FONT_SIZE - 1)
         else:
             position_axis(axis, first, study.length)
@@ -144,7 +150,7 @@ def figure(study: Study, measured: dict[str, dict[str, dict[int, Result]]]) -> N
 
 
 def report(study: Study, seeds: list[int]) -> None:
-    """Figure, table and numbers of the stages that are there."""
+    """Figure, table and numbers of all results."""
     study.output.mkdir(parents=True, exist_ok=True)
     measured = series(study, seeds)
     if not measured:
@@ -161,8 +167,8 @@ def report(study: Study, seeds: list[int]) -> None:
                 numbers += [over_seeds(values, key) for key in ("in_window", "context_use", "forgotten")]
                 rows.append([panel.lower(), label, ", ".join(map(str, results)), *numbers])
     start, stop = next(iter(measured["Tokens seen"].values()))[seeds[0]]["harm_range"]
-    head = ["varied", "value", "seeds", f"harm at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
-    table = markdown([*head, "loss inside the training length", "context use", "remembrance"], rows)
+    head = ["varied", "value", "seeds", f"excess loss at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
+    table = markdown([*head, "loss within the training length", "context use", "remembrance"], rows)
     (study.output / "failure.md").write_text(table, encoding="utf-8")
     study.write_results(
         study.output / "failure.json",
@@ -180,7 +186,7 @@ if __name__ == "__main__":
     parser = options_of(__doc__)
     parser.set_defaults(output="demo-output/failure")  # other studies have a stage "base", too
     options = parser.parse_args()
-    torch.set_num_threads(1)  # results of small runs hang on rounding
+    torch.set_num_threads(1)  # rounding changes the results of small runs
     study = FailureStudy(options)
     if not options.report:
         for stages in (train_and_post_train, train_variations):

@@ -1,10 +1,10 @@
-"""Let one small model forget at inference, without training, and compare: position-wise loss and context harm.
+"""Let one small model forget at inference, without training, and compare: position-wise loss and excess loss.
 
 After Fig. 4 of arXiv:2410.07145: less retention and insertion (RRI), a sliding window on the states, and LongMamba's
-smaller steps. The model is a Mamba-2 from a slow start, one per seed; state passing, post-training, stands
-beside. RRI is searched for on texts of the training split. Writes into the output folder: forgetting.png,
-forgetting.md, forgetting.json, both checkpoints and the searches of each seed, and the results. An interrupted run
-continues.
+smaller steps. The model is a Mamba-2 with slow-decay initialization, one per seed; state passing, which trains, is
+shown for comparison. RRI is searched for on texts of the training split. Writes into the output folder:
+forgetting.png, forgetting.md, forgetting.json, both checkpoints and the searches of each seed, and the results. An
+interrupted run continues.
 """
 
 import json
@@ -60,7 +60,7 @@ def fixed_settings(length: int) -> dict[str, Forgetting]:
 
 
 def run_seed(study: SlowStudy, longer: SlowStudy, seed: int) -> None:
-    """Train the base and post-train it, search, and measure under each setting; what is there is kept."""
+    """Train the base and post-train it, search, and measure under each setting; results are not repeated."""
     settings = study.settings
     study.base(seed)
     post_training = Training(
@@ -114,8 +114,8 @@ def labels(study: SlowStudy) -> dict[str, str]:
     """Settings in the order of the table."""
     length = study.settings.training_length
     windows = {f"window_{x:g}": f"window of {max(1, int(x * length))}" for x in WINDOWS}
-    first = {"base": "nothing (base)", "rri_paper": f"RRI of the paper: {in_words(PAPER)}"}
-    last = {"delta_scale": "steps x 0.5", "state_passing": "trained instead: state passing, 200 steps"}
+    first = {"base": "none (base)", "rri_paper": f"RRI of the paper: {in_words(PAPER)}"}
+    last = {"delta_scale": "steps x 0.5", "state_passing": "none, after 200 steps of state passing"}
     return {**first, "rri_searched": "RRI, searched", **windows, **last}
 
 
@@ -132,7 +132,7 @@ def octaves(result: Result, length: int) -> dict[int, float]:
 
 
 def tables(study: SlowStudy, measured: dict[str, dict[int, Result]]) -> str:
-    """Harm and losses; and the loss per octave, as means over seeds."""
+    """Excess loss and losses; and the loss by doubling of the position, as means over seeds."""
     length = study.settings.training_length
     rows, by_octave = [], []
     for name, results in measured.items():
@@ -146,8 +146,8 @@ def tables(study: SlowStudy, measured: dict[str, dict[int, Result]]) -> str:
         by_octave.append([labels(study)[name], *(f"{mean:.3f}" for mean in means)])
     first = next(iter(measured["base"].values()))
     start, stop = first["harm_range"]
-    head = ["forgetting", "seeds", f"harm at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
-    head += [f"the same given at most {length} bytes", f"loss inside {length}", "context use"]
+    head = ["forgetting", "seeds", f"excess loss at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
+    head += [f"loss with at most {length} bytes", f"loss within {length}", "context use"]
     starts = [f"{start:,}-{2 * start:,}" for start in octaves(first, length)]
     return f"{markdown(head, rows)}\n{markdown(['loss at positions', *starts], by_octave)}"
 
@@ -187,7 +187,7 @@ def figure(study: SlowStudy, measured: dict[str, dict[int, Result]]) -> None:
 
 
 def report(study: SlowStudy, seeds: list[int]) -> None:
-    """Figure, tables and numbers of what is there."""
+    """Figure, tables and numbers of all results."""
     measured: dict[str, dict[int, Result]] = {}
     for name in labels(study):
         kept = {seed: study.kept.get(f"forgetting/{name}", seed) for seed in seeds}

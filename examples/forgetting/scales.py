@@ -1,8 +1,8 @@
-"""Compare scales of Delta and A that are found on a text with state passing, at equal text read.
+"""Compare calibrated scales of Delta and A with state passing, on the same number of bytes.
 
-Shipped bases forget by LongMamba's smaller steps, by the RRI of Chen et al., or by a scale for each layer of its steps
-(MambaExtend) or decays (Mamba Modulation) that `surgery.calibrate` finds; or state passing trains them, on rows of as
-many bytes in all as the texts of the calibration. Fills the table of README.md, and writes scales.json and scales.png
+Shipped bases get LongMamba's smaller steps, the RRI of Chen et al., or a scale for each layer of its steps
+(MambaExtend) or decays (Mamba Modulation) that `surgery.calibrate` finds; or they are trained by state passing, on as
+many bytes as the texts of the calibration. Fills the table of README.md, and writes scales.json and scales.png
 beside it. An interrupted run continues.
 """
 
@@ -41,13 +41,13 @@ ARMS = {
     "decay_scale": ("calibrated A", "#009e73", "solid"),
     "state_passing": ("state passing (trained)", "#0072b2", (0, (5, 2))),
 }
-"""What is compared, with its looks. Arms without chance have one result for all seeds."""
+"""Label, color and line of each arm. Deterministic arms have one result for all seeds."""
 FIXED: dict[str, dict[str, float]] = {
     "base": {},
     "delta_half": {"delta_scale": 0.5},
     "rri": {"retention": 0.9999, "insertion": 0.75},
 }
-LENGTH, BATCH, RATE = 128, 16, 0.0025  # bytes and rows of a training step, and its learning rate
+LENGTH, BATCH, RATE = 128, 16, 0.0025  # training length, sequences of a step, learning rate
 
 
 @cache
@@ -71,7 +71,7 @@ def run(base: Path, arm: str, fixed: dict[str, float] | None, seed: int, texts: 
     with quiet_transformers():
         model: Any = load_model(str(base))
         rule: dict[str, Any] = dict(fixed or {})
-        own = stream("train")[seed * texts * (length + 1) :]  # each seed has a text of its own
+        own = stream("train")[seed * texts * (length + 1) :]  # another text for each seed
         if arm == "state_passing":
             steps = texts * length // (BATCH * LENGTH)
             arguments = StatePassingTrainer.config_class(
@@ -116,18 +116,19 @@ def table(results: dict[str, dict[str, dict[str, Result]]]) -> str:
             rows.append([FAMILIES.get(family, family), ARMS[arm][0], *numbers, scales])
     start, stop = next(iter(results[next(iter(results))]["base"].values()))["harm_range"]
     at = f"at {start:,} to {stop:,}"
-    return markdown(["family", "", f"loss inside {LENGTH}", f"loss {at}", f"excess loss {at}", "settings"], rows)
+    return markdown(["family", "", f"loss within {LENGTH}", f"loss {at}", f"excess loss {at}", "settings"], rows)
 
 
 def figure(results: dict[str, dict[str, dict[str, Result]]], path: Path) -> None:
     """Loss against position: means over seeds, bands from least to most."""
-    picture, axes = panels([f"{FAMILIES.get(family, family)}: loss (nats per byte)" for family in results], 3)
+    picture, axes = panels([FAMILIES.get(family, family) for family in results], 3)
     for axis, arms in zip(axes, results.values(), strict=True):
         for arm, seeds in arms.items():
             label, color, style = ARMS[arm]
             draw(axis, list(seeds.values()), "nll", LENGTH // 8, label=label, color=color, linestyle=style)
         last = next(iter(arms["base"].values()))["nll"]["edges"][-1]
         position_axis(axis, LENGTH // 8, last)
+        axis.set_ylabel("loss (nats per byte)")
         mark_training_lengths(axis, [LENGTH])
     legend_below(picture, axes, 3)
     save_png(picture, path)

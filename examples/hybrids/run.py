@@ -1,9 +1,9 @@
-"""What takes the harm of long attention away, in hybrids trained on rows of 128 bytes?
+"""What removes the excess loss of long attention, in hybrids trained on sequences of 128 bytes?
 
-A base of `../families`, and the models that state passing makes of it, are read to 64 training lengths in several
-ways, none of which trains anything: a window of attention, the first keys kept beside it, rotary embeddings scaled to
-the length, and two together. A pair of model and way that has a result in --results is not measured again. At the end,
-the table of README.md and the figure beside the results are written anew, from all that is there.
+A base of `../families`, and the same after state passing, are evaluated up to 64 training lengths with several changes
+of attention that require no training: a window, a window and the first keys, rotary embeddings scaled to the length,
+and two together. A pair of model and change that has a result in --results is not measured again. At the end, the
+tables of README.md and the figure are written from all results.
 """
 
 import json
@@ -40,16 +40,16 @@ from hf_recurrent_lengthgen.plotting.style import INK
 
 HERE = Path(__file__).resolve().parent
 MULTIPLE, TEXTS, SINKS = 64, 8, 4
-"""Length of the texts in training lengths, their number, and the keys that are kept at the begin of a text."""
+"""Length of the texts in training lengths, their number, and the number of first keys that attention keeps."""
 TYPES = [name for name, family in FAMILIES.items() if family.model_type in STOCK and not name.endswith("_short")]
-MODELS = {"base": "base", "state_passing": "state passing", "longer": "state passing, farther"}
+MODELS = {"base": "base", "state_passing": "state passing", "longer": "state passing, 800 steps"}
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is read: its window in training lengths (None for all keys), and settings of rotary embeddings.
+    """A change of attention: the window in training lengths (None for full attention), settings of rotary embeddings.
 
-    With `sinks` the first keys are seen beside the window, with `moved` as if they stood right before it.
+    With `sinks` attention sees the first keys and the window, with `moved` as if they stood right before it.
     """
 
     label: str
@@ -62,7 +62,7 @@ class Way:
 
 SCALED: dict[str, Any] = {"factor": float(MULTIPLE)}
 WAYS = {
-    "all": Way("all keys", "#d55e00"),
+    "all": Way("full attention", "#d55e00"),
     "window": Way("window of T", "#0072b2", 1),
     "window_half": Way("window of T/2", "#56b4e9", 0.5),
     "sinks": Way(f"window of T, first {SINKS} keys", "#009e73", 1, sinks=True),
@@ -75,7 +75,7 @@ WAYS = {
 
 
 class Longer(FamilyStudy):
-    """State passing as shipped pairs have it, from the bases of `bases`: states that have read 33 rows on average."""
+    """State passing as in shipped pairs, from `bases`: a passed state has read 33 sequences on average."""
 
     bases: FamilyStudy
 
@@ -88,7 +88,7 @@ class Longer(FamilyStudy):
 
 
 class Ways:
-    """Measures models of the study of families, which are trained where their checkpoints are not kept."""
+    """Measures models of the study of families, which are trained if their checkpoints are missing."""
 
     def __init__(self, options: Any) -> None:
         self.kept = ArmResults(Path(options.results))
@@ -104,9 +104,9 @@ class Ways:
         self.texts = evaluation_sequences(tokens, texts, multiple * self.length + 1)
 
     def measured(self, family: str, method: str, way: str, seed: int) -> Result | None:
-        """Harm over the last octave and loss inside the training length, nats per byte; None if it is not there.
+        """Excess loss over the last doubling, and loss within the training length, nats per byte; None if missing.
 
-        Harm is the loss with the whole text minus that of the model as it is, with its last T bytes.
+        The excess loss is the loss with the whole text minus that of the unchanged model with the last T bytes.
         """
         name = f"{family}/{method}/{way}"
         if self.report_only or self.kept.get(name, seed) is not None:
@@ -129,7 +129,7 @@ class Ways:
 
 @contextmanager
 def read_in(folder: Path, way: Way, length: int) -> Iterator[Any]:
-    """The model of a checkpoint, read in a way within the block."""
+    """The model of a checkpoint with a changed attention within the block."""
     window = None if way.window is None else int(way.window * length) - SINKS * way.moved
     with TemporaryDirectory() as changed, first_keys_too() if way.sinks else nullcontext():
         copy = Path(shutil.copytree(folder, Path(changed) / "model"))
@@ -146,7 +146,7 @@ def read_in(folder: Path, way: Way, length: int) -> Iterator[Any]:
 
 @contextmanager
 def first_keys_too() -> Iterator[None]:
-    """Let a token see the first keys of the text beside its window, at their places (Xiao et al., 2023: moved on)."""
+    """Let a token see its window and the first keys of the text at their places (in Xiao et al., 2023: moved)."""
     inside = windows.sliding_window_overlay
     windows.sliding_window_overlay = lambda window: or_masks(  # type: ignore[assignment]
         inside(window), lambda batch, head, query, key: key < SINKS
@@ -181,8 +181,14 @@ def first_keys_moved(model: Any) -> Iterator[None]:
         ALL_ATTENTION_FUNCTIONS.register("sdpa", before)
 
 
+ALTERNATIVE = (
+    "Excess loss by attention, a panel for each type and a bar for each model: long bars for bases, short ones after "
+    "state passing with a window of T, in Qwen3-Next also for the base with a window; rotary embeddings change little"
+)
+
+
 def report(ways: Ways, families: list[str], seeds: list[int]) -> None:
-    """Table and figure of what is there."""
+    """Tables and figure of all results."""
     ways.report_only = True
     ways.kept.merge()
     found: dict[tuple[str, str, str], dict[int, Result]] = {}
@@ -196,19 +202,19 @@ def report(ways: Ways, families: list[str], seeds: list[int]) -> None:
         for (family, method, way), results in found.items()
     ]
     start, stop = (ways.texts.shape[1] - 1) // 2, ways.texts.shape[1] - 1
-    head = ["type", "model", "read with", "seeds", f"harm at {start:,}-{stop:,}", f"loss inside {ways.length}"]
+    head = ["type", "model", "attention", "seeds", f"excess loss at {start:,}-{stop:,}", f"loss within {ways.length}"]
     table = markdown(head, rows)
     print(table)
     figure(found, ways.kept.file.parent / "hybrids.png")
     if ways.kept.file.parent == HERE / "results":
-        picture = "![Harm by way of reading, for each model](results/hybrids.png)\n"
+        picture = f"![{ALTERNATIVE}](results/hybrids.png)\n"
         fill(HERE / "README.md", {"figure": picture, "table": table, "parts": by_part(found, families)})
 
 
 def by_part(found: dict[tuple[str, str, str], dict[int, Result]], families: list[str]) -> str:
-    """Harm of a base, with a window, with passed states, and with both, where all of them were measured."""
-    ways = {"base": ("base", "all"), "a window of T": ("base", "window")}
-    ways |= {"passed states": ("longer", "all"), "both": ("longer", "window")}
+    """Excess loss of a base, with a window, after state passing, and with both, if all of them were measured."""
+    ways = {"base": ("base", "all"), "window of T": ("base", "window")}
+    ways |= {"after state passing": ("longer", "all"), "both": ("longer", "window")}
     rows = [
         [FAMILIES[family].label.partition(" (")[0]]
         + [over_seeds([*found[family, *way].values()], "harm", "+.2f") for way in ways.values()]
@@ -219,7 +225,7 @@ def by_part(found: dict[tuple[str, str, str], dict[int, Result]], families: list
 
 
 def figure(found: dict[tuple[str, str, str], dict[int, Result]], path: Path) -> None:
-    """A panel for each type: harm by way, a bar for each model."""
+    """A panel for each type: excess loss by attention, a bar for each model."""
     types = list(dict.fromkeys(family for family, *_ in found))
     picture, axes = panels([FAMILIES[family].label.partition(" (")[0] for family in types], min(2, len(types)))
     for axis, family in zip(axes, types, strict=True):
@@ -236,7 +242,8 @@ def figure(found: dict[tuple[str, str, str], dict[int, Result]], path: Path) -> 
         axis.invert_yaxis()
         axis.grid(visible=False)
         axis.axvline(0, color=INK, linewidth=1)
-        axis.set_xlabel("harm, nats per byte")
+        axis.set_xlabel("excess loss (nats per byte)")
+        axis.set_ylabel("attention")
     legend_below(picture, axes, 1)
     save_png(picture, path)
 

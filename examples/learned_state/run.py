@@ -1,13 +1,12 @@
-"""What a learned initial state can learn, beside LoRA with as many parameters, on a small checkpoint.
+"""What a learned initial state can learn, compared with LoRA with as many parameters, on a small checkpoint.
 
-Three kinds of tasks for the Mamba-2 of `model_cards/mamba2-base`, which reads bytes of Python source: a format (every
-line is a comment), another alphabet (upper case), and facts (arbitrary pairs of four letters, of which all are
-trained, and all are asked). The learning rate of each method and task is the better of two on a seed that is not
-reported. Results go to results.jsonl beside this file, and an interrupted run continues; then table and picture are
-written.
+Three kinds of tasks for the Mamba-2 of `model_cards/mamba2-base`, trained on bytes of Python source: a format (every
+line is a comment), another alphabet (upper case), and facts (arbitrary pairs of four letters, all of which are trained
+and tested). The learning rate of each method and task is the better of two on a seed that is not reported. Results go
+to results.jsonl in this folder, and an interrupted run continues; then table and figure are written.
 
     python examples/learned_state/run.py           # all, about ten minutes on one core
-    python examples/learned_state/run.py --report  # table and picture only
+    python examples/learned_state/run.py --report  # table and figure only
 """
 
 import argparse
@@ -194,7 +193,7 @@ def draw(kept: ArmResults, tasks: Sequence[str]) -> Figure:
         for at, values in zip(x, runs, strict=True):
             left.plot([at] * len(values), values, "k.", markersize=3)
     left.set_xticks(range(len(styles)), styles)
-    left.set_ylabel("loss, nats per byte")
+    left.set_ylabel("loss (nats per byte)")
     left.set_title("styles (lower is better)", fontsize=10)
     left.legend(frameon=False, fontsize=8)
     numbers = [int(task.partition(" ")[0]) for task in facts]
@@ -205,8 +204,8 @@ def draw(kept: ArmResults, tasks: Sequence[str]) -> Figure:
     right.set_xscale("log", base=2)
     right.set_xticks(numbers, [str(number) for number in numbers])
     right.set_ylim(-0.03, 1.03)
-    right.set_xlabel("facts trained")
-    right.set_ylabel("share recalled")
+    right.set_xlabel("number of facts")
+    right.set_ylabel("share of facts recalled")
     right.set_title("facts (higher is better)", fontsize=10)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -215,8 +214,8 @@ def draw(kept: ArmResults, tasks: Sequence[str]) -> Figure:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=HERE, help="folder with README.md, results and picture")
-    parser.add_argument("--report", action="store_true", help="write table and picture of what was measured")
+    parser.add_argument("--output", type=Path, default=HERE, help="folder with README.md, results and figure")
+    parser.add_argument("--report", action="store_true", help="write table and figure from the results")
     parser.add_argument("--tiny", action="store_true", help="one style, 16 facts, one seed, hundredths of the steps")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -1,10 +1,11 @@
 """S0 tuning as published (arXiv:2604.01168) on a small checkpoint: L2 penalty, scale alpha, the paper's numbers.
 
-The Mamba-2 of `model_cards/mamba2-base`, trained on rows of 128 bytes of Python source, learns a style: every line is
-a comment. All arms read 960 rows of 128 bytes: different ones, or, as in the paper, 48 of them 20 times. They are a
-learned state with penalties, at the rate that run.py chose; one with all numbers of the paper (20 steps of 48 rows,
-Adam at 1e-3, penalty 5e-4, clipping at 1); and state passing, which trains the weights. Training does not see alpha,
-so one training serves all alphas. Losses are of held-out text in the style, inside the training length and beyond it.
+The Mamba-2 of `model_cards/mamba2-base`, trained on sequences of 128 bytes of Python source, learns a style: every
+line is a comment. All arms are trained on 960 sequences: different ones, or, as in the paper, 48 of them 20 times. The
+arms are learned states with several penalties, at the rate that run.py chose; one with all numbers of the paper (20
+steps of 48 sequences, Adam at 1e-3, penalty 5e-4, clipping at 1); and state passing, which trains the weights.
+Training does not use alpha, so one training serves all alphas. Losses are of held-out text in the style, within T and
+beyond it.
 
     python examples/learned_state/s0.py           # all, about five minutes on one core
     python examples/learned_state/s0.py --report  # the table only
@@ -55,7 +56,7 @@ LEARNED: dict[str, tuple[int, dict[str, Any]]] = {
     for l2 in (0.0, 5e-6, 5e-4)
 }
 LEARNED[f"{FEW} rows, all numbers of the paper"] = FEW, PAPER
-"""Rows and settings of each learned state."""
+"""Number of different sequences and settings of each learned state."""
 PASSING_RATES = (1e-3, 3e-3)
 
 
@@ -139,18 +140,20 @@ def table(kept: ArmResults) -> str:
         inside = [mean_and_range(result["inside"] for result in found(f"{name}/{alpha:g}")) for alpha in ALPHAS]
         one = found(f"{name}/1")
         norm = f"{sum(result['norm'] for result in one) / len(one):.1f}"
-        lines.append([name, norm, *inside, mean_and_range(result["beyond"] for result in one)])
+        lines.append(
+            [name.replace(" rows", " sequences"), norm, *inside, mean_and_range(result["beyond"] for result in one)]
+        )
     for arm in sorted({arm for arm, seed in kept.arms() if arm.startswith("state passing/") and seed != TUNING_SEED}):
         losses = [mean_and_range(result[key] for result in found(arm)) for key in ("inside", "beyond")]
         lines.append([arm.replace("/", ", rate "), "", *[""] * 3, losses[0], "", losses[1]])
-    head = ["arm", "norm of the state", *(f"loss inside, alpha {alpha:g}" for alpha in ALPHAS), "beyond, alpha 1"]
+    head = ["arm", "norm of the state", *(f"loss within T, alpha {alpha:g}" for alpha in ALPHAS), "beyond, alpha 1"]
     return markdown(head, lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE, help="folder with README.md and results")
-    parser.add_argument("--report", action="store_true", help="write the table of what was measured")
+    parser.add_argument("--report", action="store_true", help="write the table from the results")
     parser.add_argument("--tiny", action="store_true", help="one seed, few rows, short texts")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""Does copying from packed rows show what the papers report of state passing and of mimetic starts?
+"""Does copying from packed sequences reproduce the papers' results on state passing and mimetic initialization?
 
-Rows hold several strings, as in the code of Jelassi et al., 2024 (arXiv:2402.01032), which both papers take; all else
-is as in `run.py`, and its arms of one string in a row are shown beside. Arms that have a result in --results are not
-run again. At the end, the tables and the figure of README.md are written anew, from all arms that are there.
+Sequences hold several strings, as in the code of Jelassi et al., 2024 (arXiv:2402.01032), which both papers use. All
+else is as in `run.py`, whose arms with one string per sequence are shown for comparison. Arms that have a result in
+--results are not run again. At the end, the tables and the figure of README.md are written from all results.
 
 table    from the zero state or from passed states (arXiv:2507.02782, Table 1)
 mimetic  the same in two layers, of which one is mimetic, over steps (arXiv:2410.11135, Fig. 1)
@@ -44,8 +44,9 @@ class Run:
     """One training run but for its seed.
 
     Attributes:
-        packed: Whether a row holds several strings: 220 tokens for 103 of the longest string, as where that has 50
-            symbols. A step has as many tokens as with one string in a row, and so about as many strings.
+        packed: Whether a sequence holds several strings: 220 tokens for 103 of the longest string, as for 50 symbols
+        in
+            the code above. A step has as many tokens as with one string per sequence, so about as many strings.
     """
 
     packed: bool = True
@@ -60,7 +61,7 @@ class Run:
 
     @property
     def arm(self) -> Arm:
-        """With one string in a row, that of `run.py`."""
+        """With one string per sequence, that of `run.py`."""
         changes: dict[str, Any] = {"steps": self.steps, "passed": self.passed, "begin": True}
         if self.packed:
             changes |= {"longest": Sizes.longest, "rows": Sizes.rows * 2 * (Sizes.longest + 1) // self.row_length}
@@ -116,7 +117,7 @@ class PackedStudy(StringStudy):
         return measured | {"3x beyond": round(float(beyond.float().mean()), 4)}
 
     def by_step(self, run: Run) -> dict[int, list[Result]]:
-        """Measurements of all seeds that are there, here or among the results of `run.py`, by step."""
+        """Measurements of all seeds by step, from these results or from those of `run.py`."""
         found: dict[int, list[Result]] = {}
         for kept in (self.kept, self.others):
             for seed in kept.seeds(run.name):
@@ -136,7 +137,7 @@ def row(words: Sequence[str], found: dict[int, list[Result]]) -> list[str]:
 
 
 def tables(study: PackedStudy) -> dict[str, str]:
-    """Table 1 of the paper from both starts."""
+    """Table 1 of the paper, with default and with mimetic initialization."""
     states = ("zero", "passed states")
     first = [
         row(["several" if run.packed else "one", states[run.passed]], found)
@@ -149,7 +150,7 @@ def tables(study: PackedStudy) -> dict[str, str]:
         if (found := study.by_step(run))
     ]
     return {
-        "packed table": markdown(["strings in a row", "trained from", "steps", "seeds", *MEASURES], first),
+        "packed table": markdown(["strings per sequence", "trained from", "steps", "seeds", *MEASURES], first),
         "packed mimetic": markdown(["trained from", "steps", "seeds", *MEASURES], second),
     }
 
@@ -161,7 +162,7 @@ def figure(study: PackedStudy) -> Figure:
         f"{words}, from {'passed states' if passed else 'zero'}": run
         for passed in (False, True)
         for words, run in (
-            ("four layers, default start", Run(passed=passed)),
+            ("four layers, default initialization", Run(passed=passed)),
             ("two layers, one mimetic", two_layers(passed, 3)),
         )
     }
@@ -182,12 +183,18 @@ def figure(study: PackedStudy) -> Figure:
     return picture
 
 
+ALTERNATIVE = (
+    "Accuracy over steps, packed sequences, a panel for each length: two layers with one mimetic learn within a few "
+    "hundred steps from zero, later from passed states. In a stream, those trained from zero fall, all others rise"
+)
+
+
 def main() -> None:
     parser = options_of(__doc__, HERE / "results/packed")
     parser.set_defaults(output="demo-output/mimetic_packed")
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="which (all)")
     options = parsed(parser)
-    torch.set_num_threads(1)  # results of small trainings hang on the order of sums
+    torch.set_num_threads(1)  # the order of sums changes the results of small trainings
     study = PackedStudy(options)
     for name, seed in () if options.report else product(options.studies, options.seeds):
         for run in STUDIES[name]:
@@ -197,7 +204,7 @@ def main() -> None:
     save_png(figure(study), study.results / "packed.png")
     page = study.results.parents[1] / "README.md"
     if page.is_file():
-        picture = "![Accuracy over steps, packed rows](results/packed/packed.png)\n"
+        picture = f"![{ALTERNATIVE}](results/packed/packed.png)\n"
         fill(page, {**parts, "packed figure": picture})
 
 

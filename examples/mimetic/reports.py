@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
 
 def table(layout: Layout, results: Measured) -> str:
-    """One row for each arm: mean over seeds, least and most. A seed with * is of "before" (`StringStudy`)."""
+    """One row for each arm: mean over seeds, least and most. A seed with * was trained before the correction."""
     rows = [
         [
             FAMILIES[family],
@@ -72,7 +72,7 @@ def figure(layout: Layout, results: Measured) -> Figure:
         axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axis.minorticks_off()
         axis.set_ylim(-0.02, 1.04)
-        label = "length over the longest in training" if layout.x is None else layout.columns[layout.x]
+        label = "length / longest training length" if layout.x is None else layout.columns[layout.x]
         axis.set_xlabel(label, fontsize=FONT_SIZE)
         axis.set_ylabel("accuracy", fontsize=FONT_SIZE)
     legend_below(picture, axes, 3)

@@ -1,4 +1,4 @@
-"""The models of the study: how their layers start, what they are trained on, how well they do on longer strings."""
+"""The models of the study: the initialization of their layers, their training strings, accuracy on longer strings."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ class Sizes:
 
     Attributes:
         longest: Symbols (pairs for recall) of the longest training strings; the shortest have half as many.
-        c: Strength of a mimetic start.
+        c: Strength of mimetic initialization.
         passed: Whether training starts from final states of other strings.
         begin: Whether a string begins with the token that ends one, as if it followed another.
     """
@@ -53,7 +53,7 @@ class Sizes:
 
 
 SMALLER: dict[str, dict[str, Any]] = {"mamba": {"longest": 8, "state_size": 16}}
-"""What Mamba-1 has less of, whose scan costs more on a CPU."""
+"""Smaller sizes of Mamba-1, whose scan costs more on a CPU."""
 TASKS: dict[str, dict[str, Any]] = {
     "copying": {},
     "stack_copying": {},
@@ -119,7 +119,7 @@ class Measurement:
 
 @torch.no_grad()
 def in_stream(model: Any, task: TaskStrings, rows: int, before: int = 7) -> float:
-    """Share of right symbols, each given those before it, in strings that follow `before` others in a stream."""
+    """Share of right symbols (teacher forcing) in strings that follow `before` others in a stream."""
     state = None
     for batch in torch.arange((before + 1) * rows).split(rows):
         given = task.resized(task.longest, (before + 1) * rows, EVALUATION_SEED).batch(batch.tolist())
@@ -177,7 +177,7 @@ class StringStudy(Stages):
         return model
 
     def measure(self, model: Any, length: int, seed: int) -> Result:
-        """Shares of right symbols, each given those before it, by multiple, and the area under their curve."""
+        """Shares of right symbols (teacher forcing) by multiple, and the area under their curve."""
         task = string_task(**model.config.task)
         lengths = [multiple * task.longest for multiple in self.settings.multiples]
         rows = EvaluationSettings(batch_size=64)

@@ -1,9 +1,9 @@
-"""Are passkeys beyond the training length found without any training, in independent chunks (OPRM, arXiv:2505.07793)?
+"""Passkey accuracy beyond the training length without any training, in independent chunks (OPRM, arXiv:2505.07793).
 
-Bases of `run.py`, trained for half as long, are asked for keys before and after fine-tuning: after the whole prompt,
-and after the surest of its chunks, each in a prompt of 128 words between instruction and question. So is the pair that
-`run.py --ship` makes. Arms that have a result in --results are not run again. At the end, the table of README.md is
-written anew, from all arms that are there.
+Bases of `run.py`, trained for half as long, are evaluated before and after fine-tuning: on the whole prompt, and on
+the least-entropy one of its chunks, each in a prompt of 128 words between instruction and question. The pair of
+`run.py --ship` is evaluated, too. Arms that have a result in --results are not run again. At the end, the table of
+README.md is written from all results.
 """
 
 import sys
@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.evaluation.shared_prefixes import greedy_hits, prefi
 
 HERE = Path(__file__).resolve().parent
 ARMS = ("base", "state_passing", "tbtt_16")
-READ = {"whole": "whole prompt", "chunks": "surest chunk", "with key": "surest chunk has the key"}
+READ = {"whole": "whole prompt", "chunks": "least-entropy chunk", "with key": "share of such chunks with the passkey"}
 
 
 class ChunksStudy(PasskeyStudy):
@@ -45,7 +45,7 @@ class ChunksStudy(PasskeyStudy):
         return None
 
     def measure(self, model: Any, length: int, seed: int) -> Result:
-        """Shares by length: keys found after the whole prompt and the surest chunk, and surest chunks with the key."""
+        """By length: accuracy on whole prompts and on least-entropy chunks, share of such chunks with the passkey."""
         depths = [place / (self.settings.depths - 1) for place in range(self.settings.depths)]
         grid, found, with_key = self.grid(depths, self.settings.samples), {}, {}
         assert isinstance(grid, PasskeyGrid)
@@ -60,7 +60,7 @@ class ChunksStudy(PasskeyStudy):
         return "; ".join(f"{way}: {super(ChunksStudy, self).shown({'accuracy': measured[way]})}" for way in READ)
 
     def surest(self, model: Any, prompts: list[list[int]]) -> list[list[int]]:
-        """Of each prompt that with the chunk whose next word has the least entropy."""
+        """For each prompt, the chunk (in its prompt) whose next word has the least entropy."""
         in_chunks = [chunk_prompts(prompt, self.chunk, self.after, self.before) for prompt in prompts]
         texts = [text for chunks in in_chunks for text in chunks]
         read = read_tree(reader_of(model), prefix_tree(texts))
@@ -69,14 +69,14 @@ class ChunksStudy(PasskeyStudy):
 
 
 def hit(model: Any, prompts: list[list[int]], tasks: list[Task]) -> list[bool]:
-    """Whether the greedy answer to each prompt is the key."""
+    """Whether the greedy answer to each prompt is the passkey."""
     texts = [torch.tensor([*p, *task.answer[: task.scored]]).numpy() for p, task in zip(prompts, tasks, strict=True)]
     hits = greedy_hits(reader_of(model), texts, [len(prompt) for prompt in prompts])
     return [bool(right.all()) for _, right in sorted(hits, key=lambda pair: pair[0])]
 
 
 def holds(prompt: list[int], task: Task) -> bool:
-    """Whether the key stands in a prompt at least once as a whole."""
+    """Whether a prompt contains the whole passkey at least once."""
     key = task.answer[: task.scored].tolist()
     return any(prompt[place : place + len(key)] == key for place in range(len(prompt)))
 

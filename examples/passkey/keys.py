@@ -1,10 +1,10 @@
-"""Which keys are found in real text, beyond the rows that a model was trained on?
+"""How far back do models retrieve codes in real text, beyond their training length?
 
 The code of a name stands between sentences and lines of the sources of Python (`--task keys`), among those of other
 names (keys) or after earlier codes of the same name (values). The models and trainings are those of `run.py`, with a
-tokenizer of the 400 most frequent words; of several codes a DeltaNet, which tells names apart. Arms that have a result
-in --results are not run again. At the end, the tables of README.md are written anew, from all arms that are there, and
-from the checkpoints of seed 0 if they are in --output.
+tokenizer of the 400 most frequent words; several codes are for a DeltaNet, which distinguishes names. Arms that have a
+result in --results are not run again. At the end, the tables of README.md are written from all results, and from the
+checkpoints of seed 0 if they are in --output.
 """
 
 import re
@@ -37,7 +37,7 @@ NAMES = {"one": "one name", "two": "one of two names", "last": "last of two code
 SEVERAL = ("last", "two")
 """Kinds with more than one code, which a DeltaNet learns: a Mamba-2 of this size confuses names."""
 ARMS = ("base", "plain", "fitted_noise", "state_passing", "tbtt_16")
-PIECES = r"[A-Za-z]+|[0-9]{1,2}|\n|[^\sA-Za-z0-9]"
+WORD = r"[A-Za-z]+|[0-9]{1,2}|\n|[^\sA-Za-z0-9]"
 
 
 def word_tokenizer(texts: Iterable[str], others: Iterable[str] = (), count: int = 400) -> PreTrainedTokenizerFast:
@@ -45,11 +45,11 @@ def word_tokenizer(texts: Iterable[str], others: Iterable[str] = (), count: int 
     names = {word for name in WORDS for word in name.split("-")}
     fixed = ["<other>", "<end>", "a", "The", "code", "of", "is", "What", "now", "?", ".", "-", "\n"]
     digits = [*map(str, range(10)), *(f"{number:02}" for number in range(100))]
-    frequent = Counter(word for text in texts for word in re.findall(PIECES, text)).most_common(count)
+    frequent = Counter(word for text in texts for word in re.findall(WORD, text)).most_common(count)
     words = dict.fromkeys([*fixed, *sorted(names), *others, *digits, *(word for word, _ in frequent)])
     vocabulary = {word: place for place, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<other>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "removed", invert=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
     fast: Any = PreTrainedTokenizerFast
     return fast(tokenizer_object=tokenizer, unk_token="<other>", pad_token="<other>", eos_token="<end>")  # type: ignore[no-any-return]
 
@@ -58,7 +58,7 @@ class KeysStudy(PasskeyStudy):
     """Stages are named KIND/ARM."""
 
     words: tuple[str, ...] = ()
-    """What has tokens, beside the most frequent words."""
+    """Further words with tokens of their own."""
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
@@ -91,7 +91,7 @@ class KeysStudy(PasskeyStudy):
         return None
 
     def publish(self, part: str, table: str) -> None:
-        """Print a table, and put it into the page above the results, if there is one."""
+        """Print a table, and put it into the README above the results, if there is one."""
         print(table)
         page = self.results.parents[1] / "README.md"
         if page.is_file():
@@ -99,7 +99,7 @@ class KeysStudy(PasskeyStudy):
 
 
 def drift(study: KeysStudy, folders: Mapping[str, Path]) -> str:
-    """Distance of the states of heads from those of training, in standard deviations, where 1 is passed."""
+    """Distance of the states of heads from those within the training length, in standard deviations, if above 1."""
     return by_head(study, folders, lambda head: head.distance, 8192, ".1f")
 
 
@@ -122,7 +122,7 @@ def main() -> None:
         for name, results in study.measured([f"{kind}/{arm}" for arm in ARMS], seeds).items():
             shares = accuracy_row([result["accuracy"] for result in results.values()])
             rows.append([label, LABELS[name.rpartition("/")[2]], ", ".join(map(str, results)), *shares])
-    table = markdown(["keys", "fine-tuned with", "seeds", *(f"{n:,}" for n in study.settings.lengths)], rows)
+    table = markdown(["codes", "fine-tuned with", "seeds", *(f"{n:,}" for n in study.settings.lengths)], rows)
     study.publish("keys", table)
     for part, kind, of_heads in (("keys retention", "one", retention), ("keys drift", "two", drift)):
         study.kind = kind

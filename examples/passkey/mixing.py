@@ -1,10 +1,10 @@
-"""Does a model find a passkey in one of several documents that it has read apart, and what does it predict after them?
+"""One state for several documents that a model has read separately: passkey accuracy, and loss of the text after them.
 
-The state after documents is that of reading one after another, or of their states: the mean (document souping,
-arXiv:2505.24033), and compositions in the order given (CASO), over its rotations and over all orders (PICASO,
-arXiv:2502.17605). Passkeys: the shipped pair of `run.py`; one document of 128 words has the key. Text: shipped pairs
-of bytes; documents are excerpts of the sources of Python, and the loss is that of what follows the last one. Nothing
-is trained; a seed draws the documents. Writes results.json into --results, and the tables of MIXING.md above it.
+The state is that of reading one document after another, or is made of their states: the mean (document souping,
+arXiv:2505.24033), or a composition in order (CASO), over rotations or over all orders (PICASO, arXiv:2502.17605).
+Passkeys: the shipped pair of `run.py`; one document of 128 words has the passkey. Text: shipped pairs of bytes;
+documents are excerpts of the sources of Python, and the loss is that of the text after the last one. Nothing is
+trained; a seed draws the documents. Writes results.json into --results, and the tables of MIXING.md above it.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from study_pages import fill, markdown, mean_and_range
 
 HERE = Path(__file__).resolve().parent
 CARDS = HERE.parents[1] / "model_cards"
-PASSKEYS = {"base": "passkey-base", "TBTT, prompts of 1 to 64 pieces": "passkey-far"}
+PASSKEYS = {"base": "passkey-base", "TBTT, prompts of 1 to 64 chunks": "passkey-far"}
 TEXTS = ("mamba2", "gla", "delta-net")
 LENGTH = 128
-"""Tokens of a document, the training length of all these models; and bytes of which the loss is taken."""
+"""Tokens of a document, which is the training length of all these models; bytes that the loss is over."""
 LAST = "last document only"
 WAYS: dict[str, Callable[[Sequence[TextState]], TextState] | None] = {
     "read one after another": None,
     "mean": mix_text_states,
-    "composed, order given": lambda states: mix_text_states(states, orders="given"),
+    "composed, in order": lambda states: mix_text_states(states, orders="given"),
     "composed, rotations": lambda states: mix_text_states(states, orders="cyclic"),
     "composed, all orders": lambda states: mix_text_states(states, orders="all"),
     LAST: lambda states: states[-1],
@@ -47,7 +47,7 @@ WAYS: dict[str, Callable[[Sequence[TextState]], TextState] | None] = {
 
 
 def passkeys(tokenizer: Any, count: int, rows: int, seed: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Documents (rows, 128), one of which in each row has a key; the question, and its answer."""
+    """Documents (rows, 128), one of which in each row has a passkey; the question, and its answer."""
     generator = np.random.default_rng([EVALUATION_SEED, seed, count])
     template = PasskeyTemplate(tokenizer, 2 * LENGTH)
     question = len(template.question)
@@ -64,7 +64,7 @@ def passkeys(tokenizer: Any, count: int, rows: int, seed: int) -> tuple[list[Ten
 
 
 def texts(stream: Tensor, count: int, rows: int, seed: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Documents (rows, 128) from anywhere in a stream, no question, and what follows the last document."""
+    """Documents (rows, 128) from anywhere in a stream, no question, and the text after the last document."""
     generator = np.random.default_rng([EVALUATION_SEED, seed, count])
     starts = torch.as_tensor(generator.integers(0, len(stream) - 2 * LENGTH, (count, rows)))
     places = torch.arange(2 * LENGTH)
@@ -139,7 +139,7 @@ def table(results: Sequence[dict[str, Any]], task: str, quantity: str, form: str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results/mixing", help="folder of results.json")
-    parser.add_argument("--report", action="store_true", help="write the tables of what was measured")
+    parser.add_argument("--report", action="store_true", help="write the tables from the results")
     parser.add_argument("--tiny", action="store_true", help="one family, 2 and 3 documents, one seed")
     options = parser.parse_args()
     torch.set_num_threads(1)

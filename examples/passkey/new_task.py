@@ -1,9 +1,9 @@
-"""Which passkeys does a model find that meets them in fine-tuning only (Buitrago Ruiz and Gu, 2025, B.4 and Fig. 7)?
+"""Passkey accuracy of a model that sees passkeys in fine-tuning only (Buitrago Ruiz and Gu, 2025, B.4 and Fig. 7).
 
-A base reads the sources of Python and recalls the codes of names that stand in them, in rows of 128 words, and never a
-passkey. Then it is fine-tuned on passkeys in 128 words, plainly or from fitted noise. Model and measurement are those
-of `run.py`, the tokenizer has the words of `keys.py`, too. Arms that have a result in --results are not run again. At
-the end, the table of README.md is written anew, from all arms that are there.
+A base is trained on the sources of Python and on codes of names in them, in sequences of 128 words, and on no passkey.
+Then it is fine-tuned on passkeys in 128 words, plainly or from fitted noise. Model and measurement are those of
+`run.py`; the tokenizer has the words of `keys.py`, too. Arms that have a result in --results are not run again. At the
+end, the table of README.md is written from all results.
 """
 
 import sys
@@ -29,7 +29,7 @@ from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
 HERE = Path(__file__).resolve().parent
 ARMS = ("base", "plain", "fitted_noise")
 TEXT = 8
-"""One row of the base in so many is text with all its targets, the others have the code of a name as theirs."""
+"""One of so many sequences of the base is text, with a loss on all words; in the others it is on a code only."""
 
 
 class NewTaskStudy(KeysStudy):

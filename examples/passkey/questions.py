@@ -2,10 +2,11 @@
 
 Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782, section 5.1 and Fig. 6) find that it does, on BABILong (Kuratov et al.,
 2024). In small: the questions of two bAbI tasks, where someone is (qa1) and where something is that someone carried
-(qa2), with the facts spread through the sources of Python. A base reads rows of 128 words, half of them text and half
-of them questions. Then it reads text only, plainly, from passed states or by TBTT, and is asked, which stands for the
-paper's few-shot answers; then each is fine-tuned on questions in 128 words, plainly, as in B.3, and asked again.
-Arms that have a result in --results are not run again. At the end, table and figure of QUESTIONS.md are written anew.
+(qa2), with the facts spread through the sources of Python. A base is trained on sequences of 128 words, half of them
+text and half of them questions. Then it is trained on text only, plainly, from passed states or by TBTT, and evaluated
+on questions, in place of the paper's few-shot answers. Last, each is fine-tuned on questions in 128 words, plainly, as
+in B.3, and evaluated again. Arms that have a result in --results are not run again. At the end, table and figure of
+QUESTIONS.md are written.
 """
 
 import sys
@@ -48,7 +49,7 @@ TEXTS, TEXT_LENGTH = 16, 4096
 
 
 class Reading(NamedTuple):
-    """How a base reads on, before questions are asked."""
+    """How a base is trained further on text."""
 
     label: str
     color: str
@@ -123,7 +124,7 @@ class QuestionsStudy(KeysStudy):
         return BabilongPrompts(self.tokenizer, drawn, self.background["train"], self.settings.length, seed)
 
     def text(self, rows: int) -> Dataset:
-        blocks = PackedBlocks(self.streams["train"], self.settings.length - 1)  # rows of as many words as questions
+        blocks = PackedBlocks(self.streams["train"], self.settings.length - 1)
         return Subset(blocks, [place % len(blocks) for place in range(rows)])
 
     def arm(self, name: str, seed: int, checkpoint: bool = False) -> Result | None:
@@ -165,7 +166,7 @@ class QuestionsStudy(KeysStudy):
 
 
 def report(study: QuestionsStudy, seeds: list[int]) -> None:
-    """Table and figure of the arms that are there."""
+    """Table and figure of all results."""
     arms = study.measured(ARMS, seeds)
     rows = []
     for task in TASKS:
@@ -191,8 +192,8 @@ def report(study: QuestionsStudy, seeds: list[int]) -> None:
         position_axis(axis, study.settings.lengths[0], study.settings.lengths[-1])
         mark_training_lengths(axis, [study.settings.length])
         axis.set_ylim(0, 105)
-        axis.set_xlabel("Length of the prompt (words)", fontsize=FONT_SIZE, color=INK)
-        axis.set_ylabel("Right answers (%)", fontsize=FONT_SIZE, color=INK)
+        axis.set_xlabel("length of the prompt (words)", fontsize=FONT_SIZE, color=INK)
+        axis.set_ylabel("right answers (%)", fontsize=FONT_SIZE, color=INK)
     legend_below(picture, axes[:1], 4)
     save_png(picture, study.results / "questions.png")
     if study.results == HERE / "results/questions":

@@ -1,11 +1,10 @@
-"""What lets a small model find passkeys far beyond its training length?
+"""What lets a small model retrieve passkeys far beyond its training length?
 
-For each seed a base is trained from nothing on prompts of 128 words and measured on its way (Chen et al., 2024, Fig.
-8). Then it is fine-tuned: on prompts of 128 words, plainly or from given states (Buitrago Ruiz and Gu, 2025, B.4 and
-Fig. 7), or on longer prompts in pieces of 128 words, between which no gradient passes. The loss is that of the key and
-its period, as in B.4. An arm is one training and its measurement. Arms that have a result in --results are not run
-again. At the end, the tables of README.md and the figure beside the results are written anew, from all arms that are
-there.
+For each seed a base is trained from scratch on prompts of 128 words and measured three times (Chen et al., 2024, Fig.
+8). Then it is fine-tuned: on prompts of 128 words, plainly, from fitted noise or from passed states (Buitrago Ruiz
+and Gu, 2025, B.4 and Fig. 7), or on longer prompts in chunks of 128 words, between which no gradient passes. The loss
+is that of the passkey and its period, as in B.4. An arm is one training and its measurement. Arms that have a result
+in --results are not run again. At the end, the tables of README.md and the figure are written from all results.
 """
 
 import argparse
@@ -58,7 +57,7 @@ QUIET = EvaluationSettings(progress=False)
 class Settings:
     """Sizes of the model, of the two trainings, and of the measurement; lengths in words.
 
-    `mimetic_c` is the strength of the mimetic start of the second layer.
+    `mimetic_c` is the strength of the mimetic initialization of the second layer.
     """
 
     hidden_size: int = 64
@@ -85,23 +84,23 @@ TINY = replace(TINY, lengths=(64, 128, 256), depths=2, samples=1)
 
 @dataclass(frozen=True)
 class Method:
-    """How a base is fine-tuned: on prompts of up to `pieces` training lengths."""
+    """How a base is fine-tuned: on prompts of up to `chunks` training lengths."""
 
     label: str
     color: str
     trainer: type[InitialStateTrainer]
     options: dict[str, Any] = field(default_factory=dict)
-    pieces: int = 1
+    chunks: int = 1
 
 
-PIECES = {"bptt_chunk_length": SETTINGS.length, "train_sampling_strategy": "group_by_length"}
+CHUNKED = {"bptt_chunk_length": SETTINGS.length, "train_sampling_strategy": "group_by_length"}
 METHODS = {
     "plain": Method("plain fine-tuning", "#a8780f", ZeroStateTrainer),
     "fitted_noise": Method("fitted noise", "#aa4499", FittedNoiseTrainer),
     "state_passing": Method("state passing", "#0072b2", StatePassingTrainer),
-    "tbtt_16": Method("TBTT, prompts of 1 to 16 pieces", "#66c2a5", TbttTrainer, PIECES, 16),
-    "tbtt_64": Method("TBTT, prompts of 1 to 64 pieces", "#009e73", TbttTrainer, PIECES, 64),
-    "full_16": Method("full gradient, prompts of 1 to 16 pieces", "#5b636d", ZeroStateTrainer, PIECES, 16),
+    "tbtt_16": Method("TBTT, prompts of 1 to 16 chunks", "#66c2a5", TbttTrainer, CHUNKED, 16),
+    "tbtt_64": Method("TBTT, prompts of 1 to 64 chunks", "#009e73", TbttTrainer, CHUNKED, 64),
+    "full_16": Method("full gradient, prompts of 1 to 16 chunks", "#5b636d", ZeroStateTrainer, CHUNKED, 16),
 }
 ARMS = ("base", *METHODS)
 LABELS = {"base": "base, not fine-tuned"} | {name: method.label for name, method in METHODS.items()}
@@ -109,7 +108,7 @@ SHIPPED = {"base": "passkey-base", "tbtt_64": "passkey-far"}
 COLORS = {"base": "#d55e00"} | {name: method.color for name, method in METHODS.items()}
 
 ASK = """\
-In a clone, with `hf_recurrent_lengthgen`, it reads 8,194 words and says the key that stands among them:
+In a clone, with `hf_recurrent_lengthgen`, it reads 8,194 words and answers with the passkey that stands in them:
 
 ```python
 from transformers import AutoTokenizer
@@ -133,8 +132,8 @@ answer = model.generate(**words, max_new_tokens=3)
 print(tokenizer.decode(answer[0, -3:]))  # 71 43 2
 ```
 
-It knows the words of such prompts and no others. `passkey-base`, which it was made from, finds keys in 128 words."""
-"""What the card says of asking the model."""
+Its tokenizer has the words of such prompts only. Its base, `passkey-base`, retrieves passkeys in 128 words."""
+"""The part of the card on how to ask the model."""
 
 
 class PasskeyStudy(Stages):
@@ -142,7 +141,7 @@ class PasskeyStudy(Stages):
 
     collator, methods = PaddingCollator(), METHODS
     bases: ClassVar[dict[str, dict[str, Any]]] = {"base": {}}
-    """Stages that are trained from nothing, with options of their trainer."""
+    """Stages that are trained from scratch, with options of their trainer."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         settings = TINY if options.tiny else SETTINGS
@@ -152,7 +151,7 @@ class PasskeyStudy(Stages):
     def new_model(self, name: str, length: int, seed: int) -> StatefulMamba2ForCausalLM:
         """With the authors' initializer but for the second layer, which is mimetic; the seed determines the weights.
 
-        Without a layer that keeps, keys are lost with distance, and no initial state of a short row can teach to keep.
+        Without a layer that forgets slowly, passkeys are lost with distance, whatever short prompts teach.
         """
         set_seed(seed)
         settings = self.settings
@@ -175,8 +174,8 @@ class PasskeyStudy(Stages):
         return model
 
     def facts(self, name: str, seed: int, length: int) -> RunFacts:
-        base, pieces = name == "base", 1 if name == "base" else METHODS[name].pieces
-        lengths = f"{length:,}" if pieces == 1 else f"{length:,} to {length * pieces:,}"
+        base, chunks = name == "base", 1 if name == "base" else METHODS[name].chunks
+        lengths = f"{length:,}" if chunks == 1 else f"{length:,} to {length * chunks:,}"
         return RunFacts(
             Lineage() if base else lineage_of(str(self.start("base", seed))),
             DataSource("passkey prompts", selection=f"of {lengths} words, with the loss on the key"),
@@ -186,7 +185,7 @@ class PasskeyStudy(Stages):
         )
 
     def start(self, name: str, seed: int) -> Path:
-        """The checkpoint of the base, which is trained again where it was not kept."""
+        """The checkpoint of the base, which is trained again if it is missing."""
         self.arm(name, seed, checkpoint=True)
         return self.folder(name, seed)
 
@@ -204,7 +203,7 @@ class PasskeyStudy(Stages):
             settings.length,
             snapshots=tuple(sorted({max(1, steps // part) for part in settings.parts})) if base else (),
         )
-        length = (settings.length, settings.length * method.pieces) if method.pieces > 1 else settings.length
+        length = (settings.length, settings.length * method.chunks) if method.chunks > 1 else settings.length
         prompts = self.prompts(length, steps * settings.rows, 2 * seed + (not base))
         options = {"weight_decay": 0.1, **method.options}
         return self.run(name, seed, training, method.trainer, prompts, checkpoint, **options)
@@ -213,26 +212,34 @@ class PasskeyStudy(Stages):
         return int(self.settings.base_steps)
 
     def prompts(self, length: Any, samples: int, seed: int) -> Any:
-        """Rows of training."""
+        """The training sequences."""
         return PasskeyPrompts(self.tokenizer, length, samples, seed)
 
     def grid(self, depths: list[float], samples: int) -> RetrievalGrid:
-        """What is asked in the measurement."""
+        """The prompts of the measurement."""
         return PasskeyGrid(self.tokenizer, depths, samples, seed=EVALUATION_SEED)
 
     def measure(self, model: Any, length: int, seed: int) -> Result:
         return {"accuracy": self.accuracy(model)}
 
     def shown(self, measured: Result) -> str:
-        return "found " + " ".join(f"{length}:{share:.2f}" for length, share in measured["accuracy"].items())
+        return "accuracy " + " ".join(f"{length}:{share:.2f}" for length, share in measured["accuracy"].items())
 
     def accuracy(self, model: Any) -> dict[str, float]:
-        """Share of keys found by length, over depths evenly from 0 to 1; the same prompts for all models."""
+        """Passkey accuracy by length, over depths evenly from 0 to 1; the same prompts for all models."""
         depths = [place / (self.settings.depths - 1) for place in range(self.settings.depths)]
         grid = self.grid(depths, self.settings.samples)
         retrieval = retrieval_accuracy(model, grid, self.settings.lengths, settings=QUIET)
         pairs = zip(retrieval.lengths, retrieval.by_length, strict=True)
         return {str(length): share.right / share.samples for length, share in pairs}
+
+
+DRAWN = ("base", "fitted_noise", "tbtt_16", "tbtt_64")
+"""Arms of the figure; the others lie within the range of one of these."""
+ALTERNATIVE = (
+    "Passkey accuracy by prompt length: the base falls from 256 words on, fitted noise a little later. After TBTT "
+    "on prompts of up to 16 chunks it is 100 % up to 2,048 words, of up to 64 chunks up to 8,192, and then falls"
+)
 
 
 def accuracy_row(shares: Sequence[dict[str, float]]) -> list[str]:
@@ -241,7 +248,7 @@ def accuracy_row(shares: Sequence[dict[str, float]]) -> list[str]:
 
 
 def report(study: PasskeyStudy, seeds: Sequence[int]) -> None:
-    """Tables and figure of the arms that are there; the README's, too, for the results beside it."""
+    """Tables and figure of all results; those in README.md, too, if the results are in its folder."""
     arms = study.measured(ARMS, seeds)
     if not arms:
         print("No arm has a result yet.")
@@ -258,13 +265,13 @@ def report(study: PasskeyStudy, seeds: Sequence[int]) -> None:
     if not study.tiny:
         tables["retention"] = retention(study, {LABELS[name]: CARDS / folder for name, folder in SHIPPED.items()})
     print("\n".join(tables.values()))
-    figure(study, arms, ways)
-    picture = "![Share of keys found against length, by method and by words read](results/passkey.png)\n"
+    figure(study, arms)
+    picture = f"![{ALTERNATIVE}](results/passkey.png)\n"
     study.show(HERE / "README.md", {"figure": picture, **tables})
 
 
 def retention(study: PasskeyStudy, folders: Mapping[str, Path]) -> str:
-    """Percent of the first word that the heads of checkpoints hold, by words read, where it is 1 % at 1,024."""
+    """Percent of the first word that heads of checkpoints retain, by words read, if at least 1 % at 1,024."""
     return by_head(study, folders, lambda head: [100 * exp(log) for log in head.log_retention or ()], 1024, ".0f")
 
 
@@ -275,7 +282,7 @@ def by_head(
     last: int,
     form: str,
 ) -> str:
-    """A number of each head of checkpoints, by words read, where it is at least 1 when `last` words are."""
+    """A number of each head of checkpoints by words read, of heads where it is at least 1 after `last` words."""
     read = SETTINGS.lengths[1:8]
     prompts = study.prompts(read[-1], 4, EVALUATION_SEED)
     texts = torch.stack([torch.as_tensor(prompts[row]["input_ids"][: read[-1]]) for row in range(len(prompts))])
@@ -292,7 +299,7 @@ def by_head(
 
 
 def by_words(study: PasskeyStudy, seeds: Sequence[int]) -> dict[int, list[dict[str, float]]]:
-    """Accuracies of the base on its way and at its end, by words read; one entry per seed."""
+    """Accuracies of the base during and after its training, by words read; one entry per seed."""
     ways: dict[int, list[dict[str, float]]] = {}
     for base in filter(None, (study.result("base", seed) for seed in seeds)):
         training = base["key"]["training"]
@@ -303,28 +310,27 @@ def by_words(study: PasskeyStudy, seeds: Sequence[int]) -> dict[int, list[dict[s
     return ways
 
 
-def figure(study: PasskeyStudy, arms: dict[str, dict[int, Result]], ways: dict[int, list[dict[str, float]]]) -> None:
-    """Share of keys found against length: by method, and by words that the base has read."""
-    picture, axes = panels(["Keys found, after fine-tuning", "Keys found by the base, by words read"], 2)
-    lines = [(LABELS[name], COLORS[name], [r["accuracy"] for r in results.values()]) for name, results in arms.items()]
-    shades = ["#c6dbef", "#9ecae1", "#6baed6", "#3182bd", "#08306b"][-len(ways) :] if ways else []
-    later = [(f"{n:,}", shade, shares) for (n, shares), shade in zip(ways.items(), shades, strict=True)]
-    for axis, drawn in zip(axes, (lines, later), strict=True):
-        for label, color, shares in drawn:
-            lengths = [int(length) for length in shares[0]]
-            columns = [[result[str(length)] for result in shares] for length in lengths]
-            band(axis, lengths, columns, 0.15, color=color, label=label, marker="o", markersize=3)
-        axis.set_ylim(-0.03, 1.13)
-        position_axis(axis, study.settings.lengths[0], study.settings.lengths[-1])
-        mark_training_lengths(axis, [study.settings.length])
-        axis.set_xlabel("Length of the prompt (words)", fontsize=FONT_SIZE, color=INK)
-    axes[1].legend(fontsize=FONT_SIZE - 2, loc="upper right", title="words read", title_fontsize=FONT_SIZE - 2)
-    legend_below(picture, axes[:1], 3)
+def figure(study: PasskeyStudy, arms: dict[str, dict[int, Result]]) -> None:
+    """Passkey accuracy by length of the prompt, after the methods that differ."""
+    picture, [axis] = panels(["Passkey accuracy after fine-tuning"], 1)
+    for name in (name for name in DRAWN if name in arms):
+        shares = [result["accuracy"] for result in arms[name].values()]
+        lengths = [int(length) for length in shares[0]]
+        columns = [[100 * result[str(length)] for result in shares] for length in lengths]
+        band(axis, lengths, columns, 0.15, color=COLORS[name], label=LABELS[name], marker="o", markersize=3)
+    picture.set_size_inches(6.6, 3.9)
+    axis.set_ylim(-3, 113)
+    axis.set_yticks(range(0, 101, 20))
+    position_axis(axis, study.settings.lengths[0], study.settings.lengths[-1])
+    mark_training_lengths(axis, [study.settings.length])
+    axis.set_xlabel("length of the prompt (words)", fontsize=FONT_SIZE, color=INK)
+    axis.set_ylabel("passkey accuracy (%)", fontsize=FONT_SIZE, color=INK)
+    legend_below(picture, [axis], 2)
     save_png(picture, study.results / "passkey.png")
 
 
 def ship_pair(study: PasskeyStudy, cards: Path) -> None:
-    """Base and far memory of seed 0 as checkpoints in `cards`, asked for keys, with cards."""
+    """Base and TBTT of seed 0 as checkpoints in `cards`, with passkey accuracy and cards."""
     folders = [cards / name for name in SHIPPED.values()]
     for name, folder in zip(SHIPPED, folders, strict=True):
         study.arm(name, 0, checkpoint=True)
@@ -354,7 +360,7 @@ def main() -> None:
     for seed in options.seeds:
         for name in options.arms:
             study.arm(name, seed)
-    report(study, sorted({0, 1, 2, *options.seeds}))  # all that are there, whichever this command ran
+    report(study, sorted({0, 1, 2, *options.seeds}))  # all seeds that have results
 
 
 if __name__ == "__main__":

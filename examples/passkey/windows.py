@@ -1,10 +1,10 @@
-"""Which keys does a hybrid find within a window of attention, and behind it?
+"""Which passkeys does a hybrid retrieve inside a window of attention, and from behind it?
 
-A Bamba is trained from nothing on passkeys in 59 to 128 words, with all keys or with a window drawn for each step. The
-base with all keys is trained on, in rows of these lengths or in longer prompts in pieces of 128 words, in both ways.
-Each model is then read with several windows, and asked for keys at several distances from the end, in prompts of its
-training length and in longer ones. Arms that have a result in --results are not run again. At the end, the table and
-the figure of WINDOWS.md are written anew, from all arms that are there.
+A Bamba is trained from scratch on passkeys in 59 to 128 words, with full attention or with a window drawn for each
+step. The base with full attention is fine-tuned on prompts of these lengths or on longer prompts in chunks of 128
+words, each with full attention and with drawn windows. Each model is evaluated with several windows, on passkeys at
+several distances from the end, in prompts of its training length and in longer ones. Arms that have a result in
+--results are not run again. At the end, the table and the figure of WINDOWS.md are written from all results.
 """
 
 import sys
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from other_families import HYBRID_OF_THREE, SHARED, slow
 from prompts import word_tokenizer
-from run import METHODS, PIECES, QUIET, SETTINGS, Method, PasskeyStudy
+from run import CHUNKED, METHODS, QUIET, SETTINGS, Method, PasskeyStudy
 from small_setting import Result, options_of, parsed
 from study_pages import fill, legend_below, markdown, panels
 
@@ -33,19 +33,19 @@ from hf_recurrent_lengthgen.trainers import TbttTrainer, ZeroStateTrainer
 
 HERE = Path(__file__).resolve().parent
 SHORTEST, QUESTION = 59, 10
-"""Words in a prompt without filler, and in its question. Where all rows have 128, the base learns no keys."""
+"""Words in a prompt without filler, and in its question. If all prompts have 128, the base learns no passkeys."""
 DRAWN = {"attention_windows": [4, 16, 64, 128]}
 TUNED = {
     "plain": METHODS["plain"],
     "drawn": Method("plain fine-tuning, drawn windows", "#0072b2", ZeroStateTrainer, DRAWN),
     "tbtt_16": METHODS["tbtt_16"],
-    "tbtt_16_drawn": Method("TBTT, drawn windows", "#009e73", TbttTrainer, {**PIECES, **DRAWN}, 16),
+    "tbtt_16_drawn": Method("TBTT, drawn windows", "#009e73", TbttTrainer, {**CHUNKED, **DRAWN}, 16),
 }
 LABELS = {"base": "base", "base_drawn": "base, drawn windows"} | {name: method.label for name, method in TUNED.items()}
 WINDOWS = {"all": None, "128": 128, "64": 64, "32": 32, "4": 4}
 COLORS = ("#5b636d", "#08306b", "#2171b5", "#6baed6", "#d55e00")
 BETWEEN = {128: (0, 20, 40, 69), 1024: (0, 20, 40, 69, 200, 400, 900)}
-"""Words of filler between the key and the question, by length of the prompt."""
+"""Words of filler between the passkey and the question, by length of the prompt."""
 
 
 class WindowsStudy(PasskeyStudy):
@@ -70,17 +70,17 @@ class WindowsStudy(PasskeyStudy):
         return model
 
     def base_steps(self, name: str) -> int:
-        return super().base_steps(name) * (2 if name == "base_drawn" else 1)  # it has learned half of that after 3,200
+        return super().base_steps(name) * (2 if name == "base_drawn" else 1)  # after 3,200 it has learned half
 
     def facts(self, name: str, seed: int, length: int) -> None:
         return None
 
     def prompts(self, length: Any, samples: int, seed: int) -> Any:
-        """Rows of one length are of all up to it."""
+        """Prompts of all lengths up to one."""
         return super().prompts((SHORTEST, length) if isinstance(length, int) else length, samples, seed)
 
     def measure(self, model: Any, length: int, seed: int) -> Result:
-        """Share of keys found by window, length, and words from the last word that tells the key to the answer."""
+        """Passkey accuracy by window, length, and words from the end of the passkey's last mention to the answer."""
         found: Result = {}
         for name, window in WINDOWS.items():
             with attending_to(model, window):
@@ -97,13 +97,19 @@ class WindowsStudy(PasskeyStudy):
         return {str(cell.distance): cell.right / cell.samples for (cell,) in cells}
 
 
+ALTERNATIVE = (
+    "Passkey accuracy by words after the passkey, a panel for each model: it falls to 0 where the passkey leaves the "
+    "window, but after training from scratch with drawn windows it is nearly the same with all windows"
+)
+
+
 def by_seed(percent: list[float]) -> str:
     """One number for each seed, or the one that they share."""
     return "/".join(f"{share:.0f}" for share in (percent if len(set(percent)) > 1 else percent[:1]))
 
 
 def report(study: WindowsStudy, seeds: list[int]) -> None:
-    """Table and figure of the arms that are there; the page's, too, for the results beside it."""
+    """Table and figure of all results; those in WINDOWS.md, too, if the results are in its folder."""
     arms = study.measured(LABELS, seeds)
     places = [(str(length), str(words + QUESTION)) for length, given in study.between.items() for words in given]
     picture, axes = panels([LABELS[name] for name in arms], 2)
@@ -111,7 +117,7 @@ def report(study: WindowsStudy, seeds: list[int]) -> None:
     for axis, (name, results) in zip(axes, arms.items(), strict=True):
         for window, color in zip(WINDOWS, COLORS, strict=True):
             shares = [[100 * r["found"][window][n][words] for r in results.values()] for n, words in places]
-            said = "all keys" if window == "all" else f"window of {window}"
+            said = "full attention" if window == "all" else f"window of {window}"
             label = f"{LABELS[name]} (seeds {', '.join(map(str, results))})" if window == "all" else ""
             rows.append([label, said, *(by_seed(at) for at in shares)])
             longest = [(int(words), at) for (n, words), at in zip(places, shares, strict=True) if n == places[-1][0]]
@@ -120,14 +126,16 @@ def report(study: WindowsStudy, seeds: list[int]) -> None:
                 axis.plot([words for words, _ in longest], found, color=color, label=said, marker="o", markersize=3)
         axis.set_xscale("log", base=2)
         axis.set_ylim(-3, 105)
-        axis.set_xlabel(f"Words behind the key, of {places[-1][0]}", fontsize=FONT_SIZE, color=INK)
-        axis.set_ylabel("% found", fontsize=FONT_SIZE, color=INK)
+        axis.set_xlabel(
+            f"words after the passkey, in prompts of {int(places[-1][0]):,}", fontsize=FONT_SIZE, color=INK
+        )
+        axis.set_ylabel("passkey accuracy (%)", fontsize=FONT_SIZE, color=INK)
     legend_below(picture, axes, 5)
     save_png(picture, study.results / "windows.png")
-    table = markdown(["model", "read with", *(f"{words} of {n}" for n, words in places)], rows)
+    table = markdown(["model", "evaluated with", *(f"{words} of {n}" for n, words in places)], rows)
     print(table)
     if study.results == HERE / "results/windows":
-        image = "![Share of keys found by words behind the key, by window](results/windows/windows.png)\n"
+        image = f"![{ALTERNATIVE}](results/windows/windows.png)\n"
         fill(HERE / "WINDOWS.md", {"windows": table, "windows figure": image})
 
 
@@ -141,7 +149,7 @@ def main() -> None:
     for seed in () if options.report else options.seeds:
         for name in options.arms:
             study.arm(name, seed)
-    report(study, sorted({0, 1, 2, *options.seeds}))  # all that are there, whichever this command ran
+    report(study, sorted({0, 1, 2, *options.seeds}))  # all seeds that have results
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Does a published model fail beyond its training length, and does training with carried states restore it?
 
-RWKV-7 of two layers, trained by its author to reverse numbers, one in a row (see README.md for the file, which
---weights names). It goes on training with each method, with the same problems, steps and seeds, and is measured
-alone, from the zero state, and in streams of 64 problems with the state carried. An arm is one training and its
-measurement. Arms that have a result in --results are not run again, so an interrupted study goes on.
+RWKV-7 of two layers, trained by its author to reverse numbers, one per sequence (see README.md for the file, which
+--weights names). Each method post-trains it, with the same problems, steps and seeds. It is measured on single
+problems, from the zero state, and on streams of 64 problems with carried state. An arm is one training and its
+measurement. Arms that have a result in --results are not run again, so an interrupted study continues.
 
     python examples/published/run.py --weights 260123_reverse_L2_only_rwkv7.pth
-    python examples/published/run.py --report          # table and figure from the results that are there
+    python examples/published/run.py --report          # table and figure from the results
 """
 
 import hashlib
@@ -46,7 +46,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Settings:
-    """Rows are of `ROW` tokens; a share `zero` of them starts from the zero state, in TBTT each of `chunks`."""
+    """Sequences are of `ROW` tokens; a share `zero` of them starts from the zero state, in TBTT one of `chunks`."""
 
     steps: int = 3000
     batch_size: int = 8
@@ -81,7 +81,7 @@ METHODS = {
 
 
 class Reversal(Stages):
-    """Arms that go on from the published weights."""
+    """Arms that start from the published weights."""
 
     def __init__(self, options: Any) -> None:
         self.weights = None if options.report else Path(options.weights)
@@ -159,11 +159,17 @@ def percent(results: list[Result], *keys: Any) -> str:
 
 
 def table(arms: dict[str, dict[int, Result]]) -> str:
-    """Shares of right digits alone and in a stream, and heads that drift."""
+    """Shares of right digits in single problems and in a stream, and heads that drift."""
     first = next(iter(next(iter(arms.values())).values()))
     alone = [n for n in (20, 40, 60) if str(n) in first["alone"]]
     places = [n for n in (2, 4, 16, 64) if n <= len(first["stream"])]
-    head = ["", "seeds", *(f"alone, {n} digits" for n in alone), *(f"problem {n}" for n in places), "heads that drift"]
+    head = [
+        "",
+        "seeds",
+        *(f"single, {n} digits" for n in alone),
+        *(f"problem {n}" for n in places),
+        "heads that drift",
+    ]
     rows = []
     for name, results in arms.items():
         values = list(results.values())
@@ -175,7 +181,7 @@ def table(arms: dict[str, dict[int, Result]]) -> str:
 
 
 def report(study: Reversal, seeds: list[int]) -> None:
-    """Table and figure of the arms that are there; the README's, too, for the results beside it."""
+    """Table and figure of all results; those in README.md, too, if the results are in its folder."""
     arms = study.measured(METHODS, seeds)
     if not arms:
         print("No arm has a result yet.")
@@ -186,9 +192,11 @@ def report(study: Reversal, seeds: list[int]) -> None:
 
 
 def figure(study: Reversal, arms: dict[str, dict[int, Result]]) -> None:
-    """Share of right digits alone, by digits, and in a stream, by problems."""
+    """Share of right digits: in single problems by digits, in a stream by problem."""
     digits = study.settings.digits
-    picture, axes = panels(["One problem, from the zero state", f"Problems of {digits} digits, state carried"], 2)
+    picture, axes = panels(
+        ["One problem, from the zero state", f"Stream of problems of {digits} digits, carried state"], 2
+    )
     for name, results in arms.items():
         method, values = METHODS[name], list(results.values())
         lengths = [int(n) for n in values[0]["alone"]]
@@ -199,13 +207,13 @@ def figure(study: Reversal, arms: dict[str, dict[int, Result]]) -> None:
         for axis, x, lines in curves:
             columns = list(zip(*([100 * y for y in line] for line in lines), strict=True))
             band(axis, x, columns, 0.18, color=method.color, label=method.label)
-    for axis, words in zip(axes, ("digits", "problem"), strict=True):
+    for axis, words in zip(axes, ("digits of the problem", "number of the problem"), strict=True):
         axis.set_ylim(0, 103)
         axis.set_xlabel(words, fontsize=FONT_SIZE - 1, color=INK)
+        axis.set_ylabel("right digits (%)", fontsize=FONT_SIZE - 1, color=INK)
     axes[1].set_xscale("log", base=2)
     marks = [2**n for n in range(7) if 2**n <= study.settings.problems]
     axes[1].set_xticks(marks, list(map(str, marks)))
-    axes[0].set_ylabel("digits right, %", fontsize=FONT_SIZE - 1, color=INK)
     legend_below(picture, axes, 5)
     save_png(picture, study.results / "published.png")
 

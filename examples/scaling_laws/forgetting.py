@@ -1,8 +1,8 @@
-"""T_forget without a mimetic start: authors' initializer, TBTT over 12 chunks, a learning rate for each state size.
+"""T_forget with the authors' initializer: TBTT over 12 chunks, a learning rate for each state size.
 
 First each size is trained with each learning rate at one length; the rate of the least training loss is that of all
 its runs. Runs that have a result in --results are not run again. At the end, the tables of
-README.md, and law.json and forgetting.png beside the results, are written anew, from all runs that are there.
+README.md, law.json and forgetting.png are written from all results.
 """
 
 import argparse
@@ -39,8 +39,8 @@ SWEPT = 64
 """Training length, of seed 0, at which learning rates are compared."""
 SKIP = 1 / 8
 RULE = (
-    "fails if the loss in any bin of half an octave up to 8,192 bytes is above twice the greatest one in the last 7/8 "
-    "of the training length"
+    "fails if the loss in any bin (a factor of sqrt 2 wide) up to 8,192 bytes is above twice the greatest one in the "
+    "last 7/8 of the training length"
 )
 
 
@@ -92,8 +92,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
     options = parser.parse_args()
     if options.tiny and options.results == parser.get_default("results"):
-        options.results = "demo-output/tiny_scaling_laws"  # not among those of the README
-    torch.set_num_threads(1)  # results of small runs hang on rounding
+        options.results = "demo-output/tiny_scaling_laws"  # apart from those of the README
+    torch.set_num_threads(1)  # rounding changes the results of small runs
     study = ForgettingStudy(options)
     rows, thresholds, seconds = [], [], 0.0
     for seed, size in product(options.seeds, options.sizes):

@@ -16,8 +16,8 @@ POINT, LINE = ROLE_COLORS["base"], ROLE_COLORS["intervention"]
 ARROW = 16
 """Length of a bound's arrow in points."""
 _TITLES = {
-    "forget": "T_forget: shortest training length that holds (tokens)",
-    "recall": "T_recall: longest accurate recall (tokens)",
+    "forget": "T_forget: least training length without failure",
+    "recall": "T_recall: greatest length with accurate recall",
 }
 _UNITS = {1: "", 1000: "thousand ", 1_000_000: "million "}
 
@@ -25,7 +25,7 @@ _UNITS = {1: "", 1000: "thousand ", 1_000_000: "million "}
 def law_figure(law: Law) -> Figure:
     """Exact thresholds as points, bounds as open points with an arrow, the law with its interval, and its formula."""
     figure, axes = new_axes(_TITLES[law.quantity])
-    axes.set_position((0.125, 0.165, 0.825, 0.6))
+    axes.set_position((0.165, 0.165, 0.785, 0.6))
     axes.set_title(axes.get_title("left"), loc="left", fontsize=FONT_SIZE, color=INK, pad=36, parse_math=False)
     axes.text(
         0,
@@ -53,7 +53,8 @@ def law_figure(law: Law) -> Figure:
         axis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value) if value >= low else ""))
-    axes.set_xlabel("State size (elements)", fontsize=FONT_SIZE - 0.5, color=MUTED)
+    axes.set_xlabel("state size (elements)", fontsize=FONT_SIZE - 0.5, color=MUTED)
+    axes.set_ylabel("length (tokens)", fontsize=FONT_SIZE - 0.5, color=MUTED)
     return figure
 
 

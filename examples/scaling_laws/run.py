@@ -1,7 +1,8 @@
 """The laws of "Stuffed Mamba" (arXiv:2410.07145) in small: T_forget and T_recall of families of tiny models.
 
-text    bytes of text: from which training length on do DeltaNets of a state size not fail on 8,192 bytes (T_forget)?
-needle  a symbol after a mark, among other symbols: up to which length do Mamba-2 models recall it (T_recall)?
+text    bytes of text: the least training length from which on DeltaNets of a state size do not fail on 8,192 bytes
+        (T_forget)
+needle  a symbol after a mark, among other symbols: the length up to which Mamba-2 models recall it (T_recall)
 
 Writes into the output folder: runs.jsonl (`ArmResults`), forget.json and recall.json (`law.Law`), forget.png,
 recall.png and tables.md. An interrupted study continues.
@@ -52,10 +53,10 @@ QUICK: dict[str, Any] = {
     "positions": 256,
 }
 SKIP = 1 / 8
-"""Share of the training length that sets no limit."""
+"""Share of the training length that is left out of the largest loss."""
 RULES = {
-    "forget": "fails if the loss in any bin of half an octave up to 8,192 bytes is above twice the greatest one in "
-    "the last 7/8 of the training length",
+    "forget": "fails if the loss in any bin (a factor of sqrt 2 wide) up to 8,192 bytes is above twice the greatest "
+    "one in the last 7/8 of the training length",
     "recall": "length up to which 95 % of 128 needles at even depths are recalled",
 }
 UNITS = {"size_unit": 1000, "length_unit": 1}
@@ -116,8 +117,8 @@ def recall(results: Sequence[Result]) -> tuple[Law, str]:
     for size, places in groupby(families(results, "needle"), key=itemgetter(0)):
         of_seeds = [(elements(runs), {n: accuracy(result) for n, result in runs.items()}) for _, _, runs in places]
         found = [recall_threshold(*each) for each in of_seeds]
-        found.sort(key=lambda each: (each.relation != "<", each.length))  # those that learned nothing first
-        thresholds.append(found[(len(found) - 1) // 2])  # the lower one of two, which is one that a model has
+        found.sort(key=lambda each: (each.relation != "<", each.length))  # models that did not learn the task first
+        thresholds.append(found[(len(found) - 1) // 2])  # the lower of two middle ones, so that one model has it
         rows.append([str(size), f"{found[0].size:,}", ", ".join(map(short, found)), short(thresholds[-1])])
     law = fit_law("recall", thresholds, RULES["recall"], **UNITS)
     return law, markdown(["N", "state elements", "T_recall of each seed, sorted", "median"], rows)
@@ -130,7 +131,7 @@ def tables(results: Sequence[Result]) -> dict[str, str]:
 
 
 def report(results: Sequence[Result], output: Path) -> None:
-    """Files and tables of the results that are there."""
+    """Files and tables of the results."""
     for name, (law, _) in (("forget", forget(results)), ("recall", recall(results))):
         write_result(output / f"{name}.json", law)
         save_png(law_figure(law), output / f"{name}.png")

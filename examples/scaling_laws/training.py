@@ -185,7 +185,7 @@ def _text_losses(model: nn.Module, run: Run, generator: torch.Generator) -> Iter
 
 
 def _text_curve(model: nn.Module, run: Run) -> Result:
-    """Mean loss by position, in bins of half an octave.
+    """Mean loss by position, in bins that are a factor of sqrt 2 wide.
 
     Inside the training length it is that of many short rows, beyond it that of the streams: a stream has too few
     positions there to tell the greatest loss from noise.
@@ -226,11 +226,12 @@ def _needle_losses(model: nn.Module, run: Run, generator: torch.Generator) -> It
 
 @torch.inference_mode()
 def _needle_accuracy(model: nn.Module, run: Run) -> Result:
-    """Share of right answers at lengths of half an octave, depths evenly spaced, up to where it is `HOPELESS`."""
+    """Share of right answers at lengths a factor of sqrt 2 apart, depths evenly spaced, up to where it is "
+    "`HOPELESS`."""
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
     accuracy: dict[int, float] = {}
-    for half_octaves in range(6, 1000):
-        length = round(2 ** (half_octaves / 2))
+    for half_powers in range(6, 1000):
+        length = round(2 ** (half_powers / 2))
         if length > run.positions or (accuracy and min(accuracy.values()) < HOPELESS):
             break
         places = torch.linspace(0, length - 3, run.rows).round().long()
