@@ -52,7 +52,6 @@ logger = logging.get_logger(__name__)
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence warnings of Transformers."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -40,7 +40,6 @@ class Paper:
 
     @property
     def bibtex(self) -> str:
-        """Its BibTeX entry."""
         letters = re.sub(r"[^a-z ]", "", f"{self.authors.partition(',')[0].replace(' ', '')} {self.title}".lower())
         name, word, *_ = letters.split()
         kind, where, year = "article", f"  journal = {{arXiv preprint arXiv:{self.arxiv}}},\n", self.year

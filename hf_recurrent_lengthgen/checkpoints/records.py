@@ -172,7 +172,6 @@ class Lineage:
     steps: tuple[Step, ...] = ()
 
     def then(self, step: Step) -> "Lineage":
-        """The lineage after one more step."""
         return replace(self, steps=(*self.steps, step))
 
 

@@ -91,7 +91,7 @@ class TensorFiles:
         return self._open(self._files[name]).tensor(name)
 
     def close(self) -> None:
-        """Unmap the open file; reading opens it again."""
+        """Unmap the open file."""
         self._opened = None
 
     def _open(self, path: Path) -> "_Safetensors | _Pickled":

@@ -96,7 +96,6 @@ def _seeds(name: str) -> list[str]:
 
 
 def load_models(options: argparse.Namespace, window: str | None) -> list[Any]:
-    """The models of a command with `MODEL_OPTIONS`."""
     how = options.trust_remote_code, getattr(torch, options.dtype), window
     return [load_language_model(name, *how) for name in options.models]
 

@@ -13,9 +13,9 @@ from transformers import HfArgumentParser
 
 from hf_recurrent_lengthgen.cli.parsing import (
     HelpFormatter,
+    ImportUserCode,
     add_headings,
     examples_text,
-    import_user_code,
     lengths,
     tokens,
     windows,
@@ -101,9 +101,8 @@ def read_options(
     """
     arguments = [*([] if config_file is None else _flags_of(config_file)), *arguments]
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--import", "--import_file", "--import-file", dest="file")
-    if (file := own.parse_known_args(arguments)[0].file) is not None:
-        import_user_code(file)  # it defines options
+    own.add_argument("--import", "--import_file", "--import-file", action=ImportUserCode)
+    own.parse_known_args(arguments)  # what is imported defines options
     parsed = vars(RunParser().parse_args(arguments))
     run = RunArguments(**{name: parsed[name] for name in _names(RunArguments) & parsed.keys()})
     trainer = INTERVENTIONS[run.intervention]

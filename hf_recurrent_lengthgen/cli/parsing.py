@@ -70,35 +70,28 @@ def _text(text: str) -> str:
     return text
 
 
-def import_user_code(name: str) -> None:
-    """Import a module by its name, or a Python file by its path, which registers what it defines.
-
-    Raises:
-        ValueError: if it does not exist, or a file has the name of another module.
-    """
-    path, stem = Path(name).resolve(), Path(name).stem
-    if not name.endswith(".py"):
-        try:
-            importlib.import_module(name)
-        except (ModuleNotFoundError, TypeError) as error:
-            if isinstance(error, ModuleNotFoundError) and not f"{name}.".startswith(f"{error.name}."):
-                raise ValueError(f"--import {name}: it imports {error.name}, which is not installed.") from error
-            allowed = "give a Python file, such as my_metric.py, or the name of an installed module"
-            raise ValueError(f"--import {name}: there is no module of this name: {allowed}.") from error
-    elif getattr(sys.modules.get(stem), "__file__", None) != str(path):  # else it was run already
-        if not path.is_file() or stem in sys.modules:
-            raise ValueError(f"--import {name}: give a Python file that exists and is not called as another module.")
-        spec: Any = importlib.util.spec_from_file_location(stem, path)
-        sys.modules[stem] = importlib.util.module_from_spec(spec)  # its classes are pickled by this name
-        spec.loader.exec_module(sys.modules[stem])
-
-
 class ImportUserCode(argparse.Action):
-    """`import_user_code` while options are parsed."""
+    """Imports a module by its name, or a Python file by its path, which registers what it defines, while options are
+    parsed; a `ValueError` if it does not exist, or a file has the name of another module."""
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        import_user_code(values)
-        setattr(namespace, self.dest, values)
+    def __call__(self, parser: Any, namespace: argparse.Namespace, name: Any, option_string: Any = None) -> None:
+        path, stem = Path(name).resolve(), Path(name).stem
+        if not name.endswith(".py"):
+            try:
+                importlib.import_module(name)
+            except (ModuleNotFoundError, TypeError) as error:
+                if isinstance(error, ModuleNotFoundError) and not f"{name}.".startswith(f"{error.name}."):
+                    raise ValueError(f"--import {name}: it imports {error.name}, which is not installed.") from error
+                allowed = "give a Python file, such as my_metric.py, or the name of an installed module"
+                raise ValueError(f"--import {name}: there is no module of this name: {allowed}.") from error
+        elif getattr(sys.modules.get(stem), "__file__", None) != str(path):  # else it was run already
+            if not path.is_file() or stem in sys.modules:
+                why = "give a Python file that exists and is not called as another module"
+                raise ValueError(f"--import {name}: {why}.")
+            spec: Any = importlib.util.spec_from_file_location(stem, path)
+            sys.modules[stem] = importlib.util.module_from_spec(spec)  # its classes are pickled by this name
+            spec.loader.exec_module(sys.modules[stem])
+        setattr(namespace, self.dest, name)
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -170,8 +163,14 @@ class CommandParser(argparse.ArgumentParser):
         self.register("type", int, not_negative)
         self.register("type", None, _text)
 
-    def add_subparsers(self, **options: Any) -> Any:
-        """As in argparse; the parser of an action, not this one, refuses its empty texts."""
-        actions = super().add_subparsers(**options)
-        actions.type = str
-        return actions
+    def add_actions(self, *names: str) -> Callable[..., "CommandParser"]:
+        """Add a choice of actions; returns what adds one: name, help, examples, and a description if it is longer."""
+        options: Any = {"title": "actions", "prog": self.prog, "metavar": "|".join(names)}
+        actions = self.add_subparsers(dest="action", required=True, **options)
+        actions.type = str  # the parser of an action, not this one, refuses its empty texts
+
+        def add(name: str, what: str, examples: str, description: str = "") -> CommandParser:
+            texts: Any = {"help": what, "description": description or f"{what[0].upper()}{what[1:]}."}
+            return actions.add_parser(name, examples=examples, **texts)
+
+        return add

@@ -18,18 +18,11 @@ lengthgen recipe copy my-recipes
 
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen recipe", DESCRIPTION, EXAMPLES)
-    actions = parser.add_subparsers(
-        title="actions", prog="lengthgen recipe", dest="action", required=True, metavar="list|show|copy"
-    )
-
-    def add_action(name: str, what: str, argument: str = "") -> CommandParser:
-        example = f"lengthgen recipe {name} {argument}".rstrip()
-        return actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", examples=example)
-
-    add_action("list", "list all recipes")
-    show = add_action("show", "show a recipe", "post_training/state_passing")
+    add_action, examples = parser.add_actions("list", "show", "copy"), EXAMPLES.splitlines()
+    add_action("list", "list all recipes", examples[0])
+    show = add_action("show", "show a recipe", examples[1])
     show.model.add_argument("name", metavar="NAME", help="name of a recipe")
-    copy = add_action("copy", "copy all recipes, with their README, into a new folder", "my-recipes")
+    copy = add_action("copy", "copy all recipes, with their README, into a new folder", examples[2])
     copy.run.add_argument("folder", metavar="FOLDER", help="folder to make")
     return parser
 

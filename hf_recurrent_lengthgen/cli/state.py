@@ -36,14 +36,7 @@ STATE = {"metavar": "STATE", "help": "state file, or a folder of them, whose las
 
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen state", DESCRIPTION, EXAMPLES)
-    actions = parser.add_subparsers(
-        title="actions", prog="lengthgen state", dest="action", required=True, metavar="read|show|ask|mix"
-    )
-
-    def add_action(name: str, what: str, examples: str, description: str = "") -> CommandParser:
-        texts: dict[str, Any] = {"help": what, "description": description or f"{what[0].upper()}{what[1:]}."}
-        return actions.add_parser(name, examples=examples, **texts)
-
+    add_action = parser.add_actions("read", "show", "ask", "mix")
     what = "read a text, and save the state after every N tokens"
     read = add_action(
         "read", what, "lengthgen state read demo-output/state-passing --data book.txt --output book", READ

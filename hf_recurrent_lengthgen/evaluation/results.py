@@ -65,7 +65,6 @@ class DataSource:
 
     @property
     def description(self) -> str:
-        """All fields on one line."""
         name = f"{self.name}; {self.sizes}" if self.sizes else self.name
         return ", ".join([name, *([f"split {self.split}"] if self.split else []), *filter(None, [self.selection])])
 

@@ -244,8 +244,6 @@ def greedy_hits(
 
 
 class _Walk:
-    """See `read_tree`."""
-
     def __init__(
         self,
         reader: Reader,

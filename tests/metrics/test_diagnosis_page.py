@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hf_recurrent_lengthgen.evaluation.results import DataSource
-from hf_recurrent_lengthgen.metrics.diagnosis.page import HOLDS, diagnosis_figures, diagnosis_page, diagnosis_summary
+from hf_recurrent_lengthgen.metrics.diagnosis.page import LENGTH, diagnosis_figures, diagnosis_page, diagnosis_summary
 from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
 from hf_recurrent_lengthgen.metrics.parts import PARTS
 from tests.metrics.diagnoses import diagnosed, expected, hybrid, states, with_part, without_parts
@@ -89,7 +89,7 @@ def test_the_first_words_are_the_verdict(page: str) -> None:
     for words in ("✕ fails", "3 of 8, layer 1, head 2 the furthest", "✓ generalizes"):
         assert words in re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", top))
     headings = re.findall("<h2>(.*?)</h2>", rest)
-    assert headings[0] == HOLDS
+    assert headings[0] == LENGTH
     assert {part.section for part in PARTS.values()} < {*headings}
     assert all(escape(sentence) in rest for sentence in said_of(expected()))
 

@@ -67,7 +67,7 @@ GROUPS = states({(0, 1): 1234.5, (0, 2): 3.0}, unit="channel group")
         (patching_text(states({(0, 0): 9.0}, harm=0.005), "byte"), ("+0.005 (\N{MINUS SIGN}0.005", "None is shown")),
         (patching_text(hybrid(), "byte"), ("heads that drift 97%, all other heads none shown, keys and values 10%",)),
         (attention_text(hybrid(), "byte"), ("512 tokens", "+1.200 (+1.190 to +1.210)", "+0.020", "+1.300")),
-        (windows_text(hybrid(), "byte"), ("+1.300", "256 to 512", "16 keys +0.400", "4, 8, 16", "window=16")),
+        (windows_text(hybrid(), "byte"), ("+1.300", "256 to 512", "16 tokens +0.400", "4, 8, 16", "window=16")),
         (remembrance_text(remembrance(0.2)), ("64 tokens", "last 16", "0.200 (0.190 to 0.210)")),
         (remembrance_text(remembrance(0.2, length=16)), ("16 tokens do not show",)),
         (constant_prompt_text(constant_prompt(1.5, 4.0)), ("1.5 nats", "4 beyond", "At 32 tokens it exceeds 2 times")),

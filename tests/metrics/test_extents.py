@@ -116,7 +116,7 @@ def test_nothing_is_outside_the_canvas(name: str, names: Names) -> None:
 
 
 def test_a_name_is_whole_if_it_fits_and_is_cut_in_the_middle_otherwise() -> None:
-    assert fitted("mamba2-state-passing", 85, 10.5, 3, "bold") == ("mamba2-\nintervention", 10.5)
+    assert fitted("mamba2-state-passing", 85, 10.5, 3, "bold") == ("mamba2-\nstate-passing", 10.5)
     assert fitted(TYPICAL[1], 85, 10.5, 4, "bold")[0].replace("\n", "") == TYPICAL[1]
     cut, size = fitted("a" * 30 + "b" * 30, 60, 10.5, 1)
     assert (cut.strip("ab"), cut[0], cut[-1], size) == ("…", "a", "b", 7.5)

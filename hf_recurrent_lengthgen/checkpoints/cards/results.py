@@ -173,7 +173,6 @@ def _share(share: Share, confidence: float) -> str:
 
 
 def diagnosis_list(diagnosed: DiagnosedModel) -> str:
-    """The facts that only a diagnosis has."""
     lines = [escape(f"{name}: {value}.") for name, value in facts(diagnosed).items()]
     lines += [f"Not measured: {escape(what)} ({escape(why)})." for what, why in diagnosed.refused.items()]
     return "\n".join(f"- {line}" for line in lines) or "It adds nothing to the evaluation."

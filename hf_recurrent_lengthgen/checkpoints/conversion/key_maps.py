@@ -52,7 +52,6 @@ class Rename:
         return Rename(self.ours, self.theirs, Transform(*reversed(self.transform)))
 
     def of_layer(self, layer: int) -> "Rename":
-        """With a number for "{layer}"."""
         theirs, ours = (
             tuple(name.replace("{layer}", str(layer)) for name in names)
             for names in (self.their_names, self.our_names)

@@ -12,10 +12,9 @@ from hf_recurrent_lengthgen.metrics.context_harm.figure import (
     in_window_figure,
     position_wise_figure,
 )
-from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, EvaluationResult
 from hf_recurrent_lengthgen.metrics.context_harm.summary import Finding
-from hf_recurrent_lengthgen.plotting.html import VARIABLES, Row, entry_list
-from hf_recurrent_lengthgen.plotting.style import role_colors
+from hf_recurrent_lengthgen.plotting.html import Row, entry_list
 
 MARKS = {"fails": "✕", "generalizes": "✓", "inconclusive": "?"}
 
@@ -44,10 +43,6 @@ PICTURES = {
     ),
 }
 """Name of a figure -> the figure."""
-
-
-def page_colors(comparison: Comparison) -> list[str]:
-    return [VARIABLES[color] for color in role_colors([model.role for model in comparison.models])]
 
 
 def card(finding: Finding, color: str, details: str) -> str:

@@ -14,15 +14,15 @@ from hf_recurrent_lengthgen.metrics.context_harm.page import (
     card,
     definitions,
     evaluation_rows,
-    page_colors,
     provenance,
 )
 from hf_recurrent_lengthgen.metrics.context_harm.summary import findings
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.part import INSIDE, Part
 from hf_recurrent_lengthgen.metrics.parts import PARTS
-from hf_recurrent_lengthgen.plotting.html import Row, entry_list, html_page, picture, table
+from hf_recurrent_lengthgen.plotting.html import VARIABLES, Row, entry_list, html_page, picture, table
 from hf_recurrent_lengthgen.plotting.names import figure_names, short_names, with_names
+from hf_recurrent_lengthgen.plotting.style import role_colors
 
 LENGTH = "How far it generalizes"
 SECTIONS = {"position_wise": LENGTH, "context_harm": LENGTH, "in_window": INSIDE}
@@ -98,7 +98,8 @@ def diagnosis_page(
     """
     full_names = [model.evaluation.model for model in diagnosis.models]
     diagnosis = with_names(diagnosis, short_names(full_names))
-    models, colors = diagnosis.models, page_colors(diagnosis.comparison)
+    models = diagnosis.models
+    colors = [VARIABLES[color] for color in role_colors([model.role for model in models])]
     lead = "".join(
         f"<p><b>{escape(verdict.headline)}</b> {escape(verdict.reason)}</p>" for verdict in verdicts(diagnosis)
     )

@@ -46,5 +46,4 @@ class Diagnosis:
 
     @property
     def comparison(self) -> Comparison:
-        """The evaluations without the parts."""
         return Comparison(self.title, tuple(ComparedModel(m.role, m.evaluation, None) for m in self.models))

@@ -173,7 +173,7 @@ class _Run:
                     self._store(cell, Counter(answers[cell.place].values()))
 
     def _groups(self) -> Iterator[list[_Cell]]:
-        """The missing cells in groups that fit into memory."""
+        """The missing cells, in groups that fit into memory."""
         group: list[_Cell] = []
         size = 0
         for place in self.missing:

@@ -64,15 +64,11 @@ def drift_text(states: StateDiagnosis) -> str:
     else:
         which = f"None of {heads} drifts"
     leaves = "" if furthest.leaves_at is None else f" It leaves them at {furthest.leaves_at:,} tokens."
+    distance = f"{furthest.late_distance:{'.3g' if furthest.late_distance < 1000 else ',.0f'}}"
     return (
-        f"{which}. The furthest, {furthest.name}, is {distance_text(furthest)} standard deviations from the states of "
-        f"training over the last doubling of the position.{leaves}"
+        f"{which}. The furthest, {furthest.name}, is {distance} standard deviations from the states of training over "
+        f"the last doubling of the position.{leaves}"
     )
-
-
-def distance_text(head: HeadStates) -> str:
-    """The distance of a head over the last doubling of the position, in standard deviations: "47.3"."""
-    return f"{head.late_distance:.3g}" if head.late_distance < 1000 else f"{head.late_distance:,.0f}"
 
 
 def _counted(states: StateDiagnosis) -> str:
@@ -93,7 +89,7 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
         return f"{harm}. None is shown."
     sentences = [f"{harm}."]
     exchanged = {
-        "heads that drift": drifting_group(states),
+        "heads that drift": _group_of(states, states.drifting),
         "all other heads": _group_of(states, [head for head in states.heads if not head.drifts]),
         "keys and values": next((group for group in patching.groups if group.attention), None),
     }
@@ -121,10 +117,6 @@ def harm_share_text(patching: HeadPatching, estimate: Estimate) -> str:
 
 def _shown(estimate: Estimate) -> bool:
     return estimate.low is not None and estimate.low > 0
-
-
-def drifting_group(states: StateDiagnosis) -> PatchedHeads | None:
-    return _group_of(states, states.drifting)
 
 
 def _group_of(states: StateDiagnosis, heads: Sequence[HeadStates]) -> PatchedHeads | None:
@@ -192,7 +184,8 @@ def _facts(states: StateDiagnosis) -> dict[str, str]:
     if ranks := states.ranks:
         inside, last = (fmean(rank.counted[place] for rank in ranks) for place in (states.last_inside, -1))
         facts["Effective rank"] = f"{inside:.3g}, at the end {last:.3g}, of {fmean(rank.most for rank in ranks):.3g}"
-    if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
+    group = _group_of(states, drifting)
+    if states.patching is not None and states.patching.harmful and group is not None:
         facts["Share of the excess loss from these heads"] = harm_share_text(states.patching, group.restored)
     if harm is not None:
         for name, values in (("states", harm.recurrent), ("attention", harm.attention)):
@@ -215,7 +208,7 @@ def _reason(states: StateDiagnosis, status: Status) -> str:
 
 
 def _drift_reason(states: StateDiagnosis, status: Status) -> str:
-    drifting, patching, group = states.drifting, states.patching, drifting_group(states)
+    drifting, patching, group = states.drifting, states.patching, _group_of(states, states.drifting)
     if not states.names_heads:
         return f"{states.sequences} texts are too few to say which heads drift"
     if not drifting:
