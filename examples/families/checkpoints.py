@@ -43,8 +43,8 @@ SHIPPED = (
 
 FAR = {"state_drop_probability": 0.03}
 POST_TRAINING = (300, FAR)
-"""Steps of state passing, and options: a passed state has read 33 rows on average. As in the study, with 200 steps and
-10 rows, most models still fail at 32 to 64 training lengths."""
+"""Steps of state passing, and options: a passed state has read 33 sequences on average. As in the study, with 200 steps
+and 10 sequences, most models still fail at 32 to 64 training lengths."""
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "mamba2": (1_000, {}),
     "mamba": (800, {"state_drop_probability": 0.06}),
@@ -57,15 +57,15 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "falcon_h1": (1_600, FAR),
     "qwen3_next": (200, {}),
 }
-"""Of families that take another number."""
+"""Steps and options of the remaining families."""
 WEIGHTS = "model.safetensors"
 LENGTHS = 64
 """Training lengths up to which the post-trained models generalize."""
-OCTAVES = [f"{1 << octave}T to {2 << octave}T" for octave in range(LENGTHS.bit_length() - 1)]
+DOUBLINGS = [f"{1 << power}T to {2 << power}T" for power in range(LENGTHS.bit_length() - 1)]
 
 
 class Pairs(FamilyStudy):
-    """The trainings of the study, with as many steps as each family takes, from the bases in `checkpoints`."""
+    """The trainings of the study, with the steps of each family, from the bases in `checkpoints`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
@@ -137,17 +137,17 @@ def row(family: str, checkpoints: Path) -> list[str]:
     links = f"[base]({base.name}/README.md), [state passing]({passed.name}/README.md)"
     training = next(model.training for model in models if model.role == "intervention")
     steps = "" if training is None else f"{training.steps:,}, {training.state_drop_probability}"
-    harms = [f"{harm:+.3f}" for harm in octaves(evaluations["intervention"])]
-    harms = [*harms, *[""] * len(OCTAVES)][: len(OCTAVES)]
+    harms = [f"{harm:+.3f}" for harm in by_doubling(evaluations["intervention"])]
+    harms = [*harms, *[""] * len(DOUBLINGS)][: len(DOUBLINGS)]
     return [FAMILIES[family].label, links, steps, interval(evaluations["base"].harm.last), *harms, *losses]
 
 
-def octaves(evaluation: EvaluationResult) -> list[float]:
+def by_doubling(evaluation: EvaluationResult) -> list[float]:
     """Excess loss at T to 2T, 2T to 4T, ... of a training length T, in nats per byte."""
     curve, length = evaluation.harm.curves.coarse, evaluation.training_length
     bins = [(a, b - a, mean) for (a, b), mean in zip(pairwise(curve.edges), curve.mean, strict=True)]
     harms = []
-    for start in (length << octave for octave in range((evaluation.evaluated_length // length).bit_length() - 1)):
+    for start in (length << power for power in range((evaluation.evaluated_length // length).bit_length() - 1)):
         inside = [(size, mean) for first, size, mean in bins if start <= first < 2 * start]
         harms.append(sum(size * mean for size, mean in inside) / sum(size for size, _ in inside))
     return harms
@@ -183,7 +183,7 @@ def main() -> None:
         "checkpoints",
         "steps, drop",
         "excess loss of the base",
-        *OCTAVES,
+        *DOUBLINGS,
         "loss within T: base",
         "state passing",
     ]

@@ -43,9 +43,9 @@ def texts() -> np.ndarray:
 
 @pytest.mark.parametrize("family", PASSED)
 def test_the_results_of_a_post_trained_model_show_no_harm_up_to_64_training_lengths(family: str, example: Any) -> None:
-    octaves = example("families/checkpoints.py")["octaves"]
+    by_doubling = example("families/checkpoints.py")["by_doubling"]
     models = read_result(MODEL_CARDS / f"{family}-state-passing/results/comparison.json", Comparison).models
-    harms = {model.role: octaves(model.evaluation) for model in models}
+    harms = {model.role: by_doubling(model.evaluation) for model in models}
     assert len(harms["intervention"]) >= LENGTHS.bit_length() - 1
     assert max(harms["intervention"]) <= HARM
     assert harms["base"][-1] > 2 * HARM
@@ -68,7 +68,7 @@ def diagnosed(name: str, texts: np.ndarray) -> tuple[float, StateDiagnosis]:
     model: Any = load_language_model(str(MODEL_CARDS / name))
     settings = DiagnosisSettings(command="test", progress=False, parts=("states",))
     found = diagnose_model(model, texts, model.config.training_length, settings=settings)
-    states, harm = found.found(StateDiagnosis), found.evaluation.harm.last
+    states, harm = found.part(StateDiagnosis), found.evaluation.harm.last
     assert states is not None, found.refused
     if states.attention is not None:
         return states.attention.recurrent[-1].mean, states
