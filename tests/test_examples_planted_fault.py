@@ -24,7 +24,7 @@ def texts() -> np.ndarray:
 
 
 def states_of(model: DiagnosedModel) -> StateDiagnosis:
-    states = model.found(StateDiagnosis)
+    states = model.part(StateDiagnosis)
     assert states is not None, model.refused
     return states
 

@@ -94,7 +94,7 @@ def test_a_metric_of_one_file_is_everywhere(
     stored = plain["models"][0]["parts"]["toy entropy"]
     assert (stored["kind"], stored["schema_version"], len(stored["entropies"])) == ("toy_entropy", 1, 8)
     [model] = read_result(out / "result.json", Diagnosis).models
-    found = model.found(ToyEntropy)
+    found = model.part(ToyEntropy)
     assert found is not None
     assert list(found.entropies) == stored["entropies"]
     first = found.entropies[0]

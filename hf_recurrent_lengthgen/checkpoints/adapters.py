@@ -96,7 +96,7 @@ def base_of_adapter(folder: str | os.PathLike[str]) -> str:
     if kind != "LORA" or config.get("alora_invocation_tokens"):
         sort = "of LoRA that tokens switch on (alora_invocation_tokens)" if kind == "LORA" else f"of the kind {kind!r}"
         raise ValueError(
-            f"{path} holds an adapter {sort}: only LORA for all tokens is supported, which can be merged. Load others "
+            f"{path} holds an adapter {sort}: only LORA for all tokens is supported, which can be merged. Load it "
             "with PEFT, PeftModel.from_pretrained(load_model(BASE), FOLDER)."
         )
     if not (path / WEIGHTS_FILE).is_file():
@@ -245,7 +245,7 @@ def _check_mergeable(model: Any) -> None:
     read = [module for module in model.modules() if module not in replaced]
     owners = Counter(id(weight) for module in read for weight in module._parameters.values() if weight is not None)
     layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "get_base_layer")}
-    # PEFT gives tied embeddings and heads the same rows of trained tokens, which is one update
+    # tied embeddings and heads share the deltas of trained tokens, which is one update
     updates = {name: id(getattr(layer, "trainable_tokens_delta", layer)) for name, layer in layers.items()}
     same = Counter((id(weight), updates[name]) for name, layer in layers.items() for weight in layer.parameters())
     for name, layer in layers.items():

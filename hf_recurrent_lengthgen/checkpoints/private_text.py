@@ -25,7 +25,7 @@ def private_in(path: Path, token: str | None = None, here: Iterable[Path] = ()) 
 
     Args:
         path: A text, or weights, whose header is read.
-        token: The token of the Hub that is in use, which is found in any file.
+        token: The token of the Hub that is in use, which no file may hold.
         here: Folders whose paths are always private.
     """
     weights = path.suffix == ".safetensors"

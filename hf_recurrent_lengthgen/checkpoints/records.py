@@ -1,4 +1,4 @@
-"""The records of a checkpoint folder beside its config, its lineage and its verification; and its JSON files."""
+"""The lineage and the verification of a checkpoint folder, and its JSON files."""
 
 import hashlib
 import json

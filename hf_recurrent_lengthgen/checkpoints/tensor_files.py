@@ -111,8 +111,8 @@ def _weight_file(source: Path) -> Path:
     single = sorted(source.glob("*.pth"))
     if len(single) != 1:
         several = f"several .pth files ({', '.join(path.name for path in single)})"
-        held = several if single else f"no weights ({', '.join(WEIGHT_FILES)}, *.pth)"
-        raise ValueError(f"{source} holds {held}: give a checkpoint folder, or the path of one weight file.")
+        what = several if single else f"no weights ({', '.join(WEIGHT_FILES)}, *.pth)"
+        raise ValueError(f"{source} holds {what}: give a checkpoint folder, or the path of one weight file.")
     return single[0]
 
 

@@ -116,4 +116,4 @@ def _calibrated(model: Any, options: Namespace) -> tuple[tuple[float, ...], str]
     print(f"Loss of {len(texts)} x {length:,} tokens: {result.before:.3f} -> {result.after:.3f} nats per token.")
     if result.after == result.before:
         raise ValueError("No scales lower the loss: give more --sequences, another --length or --data.")
-    return tuple(result.scales), f", found on {len(texts)} x {length:,} tokens of {stream.source.description}"
+    return tuple(result.scales), f", calibrated on {len(texts)} x {length:,} tokens of {stream.source.description}"

@@ -139,7 +139,7 @@ def _training_length(names: list[str], models: list[Any]) -> int:
         )
     [length] = lengths
     if None in trained.values():
-        print(f"Taking {length} as the training length of all models ({pairs}); --training-length gives another.")
+        print(f"Taking {length} as the training length of all models ({pairs}); --training-length sets another.")
     return int(length)  # type: ignore[arg-type]
 
 
@@ -161,9 +161,9 @@ def model_label(name: str, model: Any, requested: str | None = None) -> str:
 def shared_tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:
     if options.tokenizer:
         return load_tokenizer(options.tokenizer, options.trust_remote_code)
-    first, *others = (load_tokenizer(name, options.trust_remote_code) for name in options.models)
-    for name, other in zip(options.models[1:], others, strict=True):
-        if other.get_vocab() != first.get_vocab():
+    first, *rest = (load_tokenizer(name, options.trust_remote_code) for name in options.models)
+    for name, tokenizer in zip(options.models[1:], rest, strict=True):
+        if tokenizer.get_vocab() != first.get_vocab():
             raise ValueError(
                 f"{options.models[0]} and {name} have different tokenizers, so their losses cannot be compared: "
                 "evaluate them one by one, or give one tokenizer with --tokenizer."

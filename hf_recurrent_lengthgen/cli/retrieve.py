@@ -175,7 +175,7 @@ def _table(results: "Sequence[RetrievalResult]") -> str:
     )
     if any(not cell.samples for row in first.cells for cell in row):
         note += " Cells without samples, where no question fits, do not count."
-    kinds = [["model", *head, "wrong answers: what was said"]]
+    kinds = [["model", *head, "kind of wrong answer"]]
     kinds += [[one.model, *map(str, by), kind] for one in results for kind, by in one.mistakes_by_length.items()]
     return "\n".join([in_columns(rows), note, *(["", in_columns(kinds)] if kinds[1:] else [])])
 

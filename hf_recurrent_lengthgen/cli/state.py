@@ -12,8 +12,8 @@ from hf_recurrent_lengthgen.cli.shared_options import MODEL, add_shared
 DESCRIPTION = """\
 Read a long text once, store the state of the model (a text state), and answer prompts from it, also in other processes
 and on other machines. A text state is the state of the recurrent layers, of one size for every text, and the keys and
-values of attention layers, if the model has any. A file belongs to the weights and the tokenizer that made it, and is
-refused with others.
+values of attention layers, if the model has any. A file belongs to the weights and the tokenizer that made it; other
+ones are refused.
 """
 EXAMPLES = """\
 lengthgen state read demo-output/state-passing --data book.txt --every 10000 --output book
@@ -138,13 +138,13 @@ def _show(options: argparse.Namespace) -> None:
     origin, rows = text_state.origin, [["position", f"{text_state.position:,} tokens"]]
     if positions := positions_in(options.state):
         rows.append(["all positions", ", ".join(f"{position:,}" for position in positions)])
-    held = ", ".join(
+    keys = ", ".join(
         f"{layer.keys.shape[2]:,} tokens in layer {index}" for index, layer in sorted(text_state.keys.items())
     )
     rows += [
         ["memory", f"{text_state.nbytes:,} bytes"],
         *([["chunks", f"{text_state.rows:,}"]] if text_state.rows > 1 else []),
-        ["attention", held or "no such layers"],
+        ["attention", keys or "no such layers"],
         ["transitions", f"of {len(text_state.transitions)} layers" if text_state.transitions else "none"],
         ["model", f"{origin.name} ({origin.config.get('model_type')}, {origin.dtype})"],
         ["revision", origin.revision or "unknown"],

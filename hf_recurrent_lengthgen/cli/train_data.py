@@ -23,7 +23,7 @@ from hf_recurrent_lengthgen.trainers import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.alignment_loss import default_extra
 
 TASK_SAMPLES, TASK_EVALUATION_SAMPLES = 100_000, 256
-"""Samples that are made for an epoch where max_steps does not say how many there are, and for an evaluation."""
+"""Samples of an epoch if max_steps does not limit them, and of an evaluation."""
 
 
 def _lookahead(training: InitialStateConfig) -> int:

@@ -6,7 +6,7 @@
 | `readers`, `streaming`, `shared_prefixes`, `recorded_scans` | reading texts with any model |
 | `statistics`, `formatting` | bins of positions and intervals; numbers in text |
 | `results`, `json_schema`, `files` | typed values, their JSON, their files |
-| `provenance`, `result_cache` | what a result depends on, and where it is kept |
+| `provenance`, `result_cache` | what a result depends on, and its cache |
 
 The metrics themselves are in `hf_recurrent_lengthgen.metrics`.
 """

@@ -68,8 +68,8 @@ def _mixers_of(model: nn.Module) -> Iterator[tuple[int, Any]]:
 def recorded_attention(model: nn.Module, read: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Call `read(layer, weights)` with the weights (B, H, T, T) of each causal softmax attention of Transformers.
 
-    It is computed with weights ("eager") within the block. Modules that do not know their layer, since several layers
-    share them (Zamba), are left out.
+    It is computed with weights ("eager") within the block. Modules without a layer index, which several layers share
+    (Zamba), are left out.
     """
     modules: Any = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
     attending: Any = model

@@ -270,7 +270,7 @@ class _Walk:
         leaves: dict[tuple[int, int], list[Branch]] = {}  # keyed by what may share a batch
         self._wait([top], inner, leaves)
         while inner or leaves:
-            # leaves that hold the keys of their parents go first: these are given up before others are read
+            # leaves that hold the keys of their parents go first, which frees these keys
             hold = not self.reader.carried_by_row
             full = (key for key, group in leaves.items() if len(group) >= self.rows or (hold and key[0] > 0))
             key = next(full, None)

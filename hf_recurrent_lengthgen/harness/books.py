@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def rows(length: int, data_dir: str | None = None, **metadata: Any) -> Splits:
-    """Texts of `length` tokens with their number of tokens, which can differ if a cut changes the tokens beside it.
+    """Texts of `length` tokens with their number of tokens, which can differ if a cut changes the tokens next to it.
 
     Args:
         length: Tokens per text.

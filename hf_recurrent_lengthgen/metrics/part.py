@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result", bound=PartResult)
 
 INSIDE = "Inside the training length"
-"""Heading for the measurements there, of evaluations and parts of diagnoses."""
+"""Heading of a section of pages."""
 
 
 @dataclass(frozen=True)

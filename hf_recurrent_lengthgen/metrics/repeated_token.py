@@ -41,7 +41,7 @@ class ConstantPrompt(PartResult):
 
     `inside` is the highest bin inside the training length without the first bin, `beyond` the highest bin beyond it.
     `exceeded_from` is the start of the first bin beyond the training length above `factor` times `inside`. If there is
-    none, it is None, and the model is said to have forgotten the beginning of the prompt. `states` are the statistics
+    none, it is None, and the model passes: it forgets the beginning of the prompt. `states` are the statistics
     of the states on this prompt (section 3.3, Appendix G); None for a model without recurrent states.
     """
 

@@ -128,7 +128,7 @@ def plain_axes(figure: Figure, box: tuple[float, float, float, float]) -> Axes:
 
 
 def short_number(tokens: float) -> str:
-    """64, 2k, 1M: multiples of 1,024 with a suffix, others in full."""
+    """64, 2k, 1M: multiples of 1,024 with a suffix."""
     for unit, size in (("M", 2**20), ("k", 2**10)):
         if tokens >= size and tokens % size == 0:
             return f"{int(tokens // size)}{unit}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.cli import train_rows
+from hf_recurrent_lengthgen.cli import train_data
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, string_task
 from hf_recurrent_lengthgen.evaluation.files import read_result
@@ -91,18 +91,18 @@ def test_training_reads_the_strings_of_its_seed_and_evaluates_on_others(
     train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[Any] = []
-    original = train_rows.string_task
+    original = train_data.string_task
 
     def spy(*arguments: Any, **named: Any) -> Any:
         used.append(original(*arguments, **named))
         return used[-1]
 
-    monkeypatch.setattr(train_rows, "string_task", spy)
+    monkeypatch.setattr(train_data, "string_task", spy)
     assert train(seed=7, eval_strategy="steps", gradient_accumulation_steps=2) == 0
     training, evaluation = sorted(used, key=len)
     assert (len(training), training.seed) == (12, 7)  # 2 steps of 2 x 3
     assert (len(evaluation), evaluation.seed) == (256, EVALUATION_SEED + 7)
-    monkeypatch.setattr(train_rows, "TASK_SAMPLES", 9)
+    monkeypatch.setattr(train_data, "TASK_SAMPLES", 9)
     assert train(num_train_epochs=1, max_steps=None, save_strategy="no", output_dir=tmp_path / "epoch") == 0
     assert len(used[2]) == 9
 
@@ -113,9 +113,9 @@ def test_rows_of_several_strings_train_and_strings_are_measured_alone(
     options: dict[str, Any], train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Any] = []
-    original = train_rows.PackedStrings.__getitems__
+    original = train_data.PackedStrings.__getitems__
     monkeypatch.setattr(
-        train_rows.PackedStrings,
+        train_data.PackedStrings,
         "__getitems__",
         lambda rows, indices: read.append((rows.seed, original(rows, indices))) or read[-1][1],
     )

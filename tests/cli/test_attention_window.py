@@ -134,7 +134,7 @@ def test_a_diagnosis_of_several_windows_reads_the_texts_once_for_each(
     monkeypatch.setattr(attention_windows, "stream_nll", reads)
     options = "--attention-window", "3,none", "--parts", "states", "--cache", tmp_path / "cache", "--patched-heads", 0
     assert diagnose(hybrid, *options) == 0
-    states: Any = [m.found(StateDiagnosis) for m in read_result(tmp_path / "out" / "result.json", Diagnosis).models]
+    states: Any = [m.part(StateDiagnosis) for m in read_result(tmp_path / "out" / "result.json", Diagnosis).models]
     one, other = (each.attention for each in states)
     assert one.windows.windows == (2, 3, 4, 8, 16, 32, None)
     assert reads.call_count == 7

@@ -23,7 +23,7 @@ Diagnose = Callable[..., int]
 
 
 def states_of(model: DiagnosedModel) -> StateDiagnosis | None:
-    return model.found(StateDiagnosis)
+    return model.part(StateDiagnosis)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_diagnosis_of_all_parts(
     [model] = found.models
     assert model.role == "base"
     assert model.evaluation.weights == weights_digest(load_language_model(str(checkpoint)))
-    states, remembrance, prompt = (model.found(kind) for kind in (StateDiagnosis, Remembrance, ConstantPrompt))
+    states, remembrance, prompt = (model.part(kind) for kind in (StateDiagnosis, Remembrance, ConstantPrompt))
     assert isinstance(states, StateDiagnosis)
     assert len(states.ranking) == len(states.ranks) == 2 * 2
     assert isinstance(remembrance, Remembrance)
@@ -75,7 +75,7 @@ def test_another_token_can_be_repeated(
     prompt = ("--parts", "constant prompt", "--repeated-text")
     monkeypatch.setattr("hf_recurrent_lengthgen.metrics.diagnosis.page.diagnosis_figures", None)  # drawn once, below
     assert diagnose(checkpoint, *prompt, ",") == 0
-    found: Any = read_result(tmp_path / "out" / "result.json", Diagnosis).models[0].found(ConstantPrompt)
+    found: Any = read_result(tmp_path / "out" / "result.json", Diagnosis).models[0].part(ConstantPrompt)
     assert found.token == ord(",") + 3
     assert found.states is not None
     assert (tmp_path / "out" / "constant_prompt_mean.png").is_file()

@@ -101,7 +101,7 @@ def test_scales_are_found_on_a_text_and_named(
     words = f"decay scale {min(scales):.3g} to {max(scales):.3g} by layer"
     assert f"Saved to {out}: {words}. Next" in shown
     (done,) = model.config.interventions
-    assert done.startswith(f"forgetting at inference: {words}, found on 8 x 24 tokens of {text_file.name}")
+    assert done.startswith(f"forgetting at inference: {words}, calibrated on 8 x 24 tokens of {text_file.name}")
     stream = load_stream(str(text_file), "train", load_tokenizer(str(checkpoint)))
     found = calibrate(base, evaluation_sequences(stream.tokens, 8, 25), seed=1, progress=False)
     assert found.scales == scales

@@ -130,5 +130,5 @@ def with_part(model: DiagnosedModel, name: str, found: PartResult | None) -> Dia
 
 
 def states_of(model: DiagnosedModel) -> StateDiagnosis:
-    found: Any = model.found(StateDiagnosis)
+    found: Any = model.part(StateDiagnosis)
     return found

@@ -64,10 +64,10 @@ def test_each_part_is_that_of_its_own_function(model: Any, tokens: np.ndarray) -
     assert list(found.parts) == list(PARTS)
     alone = evaluate_model(model, tokens, T, settings=QUIET_EVALUATION)
     assert found.evaluation.harm.last.mean == pytest.approx(alone.harm.last.mean, abs=1e-5)
-    assert found.found(Remembrance) == effective_remembrance(model, tokens, T, QUIET_EVALUATION)
-    assert found.found(ConstantPrompt) == constant_prompt(model, 3, T, 100, progress=False)
-    assert found.found(Misalignment) == long_short_misalignment(model, tokens, T, progress=False)
-    states, seen = diagnose_states(model, tokens, T, QUIET_EVALUATION), found.found(StateDiagnosis)
+    assert found.part(Remembrance) == effective_remembrance(model, tokens, T, QUIET_EVALUATION)
+    assert found.part(ConstantPrompt) == constant_prompt(model, 3, T, 100, progress=False)
+    assert found.part(Misalignment) == long_short_misalignment(model, tokens, T, progress=False)
+    states, seen = diagnose_states(model, tokens, T, QUIET_EVALUATION), found.part(StateDiagnosis)
     assert seen.positions == states.positions
     np.testing.assert_allclose(seen.std, states.std, rtol=2e-3)  # four digits are kept
     for head, other in zip(seen.ranking, states.ranking, strict=True):
@@ -88,7 +88,7 @@ def test_remembrance_has_the_distances_that_are_asked_for(tokens: np.ndarray, tm
     model, cache = build(MAMBA2).eval(), ResultCache(tmp_path)
     for names in ((), ("cosine",)):  # the first result in the cache is not taken for the second
         options: Any = {"parts": ("remembrance",), "remembrance_distances": names}
-        found: Any = diagnosed(model, tokens, cache, **options).found(Remembrance)
+        found: Any = diagnosed(model, tokens, cache, **options).part(Remembrance)
         assert found == effective_remembrance(model, tokens, T, QUIET_EVALUATION, distances=names)
         assert list(found.others) == list(names)
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_measured_is_said(tokens: np.ndarray) -> None:
     found = diagnosed(model, tokens)
     assert "LlamaForCausalLM does not carry a recurrent state by value" in found.refused["states"]
     assert "no single token for a line break" in found.refused["constant prompt"]
-    assert found.found(Remembrance) == effective_remembrance(model, tokens, T, QUIET_EVALUATION)
+    assert found.part(Remembrance) == effective_remembrance(model, tokens, T, QUIET_EVALUATION)
     alone = diagnosed(build(MAMBA2).eval(), tokens[:1], repeated_token=3)
     assert list(alone.refused) == ["states"]
     assert "at least two sequences" in alone.refused["states"]
@@ -137,7 +137,7 @@ def test_a_model_that_rules_out_tokens_has_all_parts(tokens: np.ndarray) -> None
     model.lm_head.register_forward_hook(mask)
     found = diagnosed(model, tokens.clip(0, hidden - 1), repeated_token=3)
     assert found.refused == {}
-    misalignment: Any = found.found(Misalignment)
+    misalignment: Any = found.part(Misalignment)
     assert np.isfinite(misalignment.mean)
 
 
@@ -156,9 +156,9 @@ def test_states_are_kept_before_heads_are_patched(
         with pytest.raises(KeyboardInterrupt):
             diagnosed(model, tokens, **settings)
     monkeypatch.setattr(StateObserver, "see", stop)
-    found: Any = diagnosed(model, tokens, patched_heads=2, **settings).found(StateDiagnosis)
+    found: Any = diagnosed(model, tokens, patched_heads=2, **settings).part(StateDiagnosis)
     assert found.patching is not None
-    bare = diagnosed(model, tokens, patched_heads=0, **settings).found(StateDiagnosis)
+    bare = diagnosed(model, tokens, patched_heads=0, **settings).part(StateDiagnosis)
     assert bare == replace(found, patching=None)
 
 

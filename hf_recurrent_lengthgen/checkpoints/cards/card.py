@@ -90,16 +90,16 @@ def write_card(
     """
     path = Path(folder)
     checkpoint, readme = read_checkpoint(path), path / README
-    there = readme.read_text(encoding="utf-8", errors="replace") if readme.exists() else ""
-    ours = read_card_mark(there) is not None
-    if there and not ours and not overwrite:
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.exists() else ""
+    ours = read_card_mark(text) is not None
+    if text and not ours and not overwrite:
         raise ValueError(f"{readme} was not written by lengthgen card: give --overwrite to replace it.")
     old = {file for pattern in WRITTEN for file in path.glob(pattern)} if ours else set()
     if results is None:
         results = sorted(file for file in old if file.parent.name == RESULTS)
-    settings = replace(settings, own_words=own_words(there))
+    settings = replace(settings, own_words=own_words(text))
     if ours and not overwrite:
-        data: Any = ModelCard(there).data
+        data: Any = ModelCard(text).data
         settings = replace(
             settings,
             license=settings.license or data.license,
@@ -125,7 +125,7 @@ def write_card_of_run(output: str, repo_id: str | None, overwrite: bool) -> bool
     Args:
         output: The folder.
         repo_id: Its repository on the Hub.
-        overwrite: Whether any README.md that is there may be replaced.
+        overwrite: Whether any existing README.md may be replaced.
 
     Returns:
         Whether it was written; if not, a warning gives the reason.

@@ -226,9 +226,9 @@ def _place_of(checkpoint: Checkpoint, result: Result, file: str | os.PathLike[st
     needed = f"{in_words(checkpoint.forgets)}, and attention to {f'the last {window}' if window else 'all'} tokens"
     if places:
         labels, needed = f"{labels} with a training length of {lengths[0]}", f"{lengths[1]}, as its config.json says"
-    held = f"these weights as {labels}" if same else f"other weights ({labels})"
+    of = f"these weights as {labels}" if same else f"other weights ({labels})"
     raise ValueError(
-        f"{file} holds results of {held}, but {checkpoint.name} needs results with {needed}: evaluate this folder, "
+        f"{file} holds results of {of}, but {checkpoint.name} needs results with {needed}: evaluate this folder, "
         "give its own results, or correct its config."
     )
 
@@ -240,8 +240,8 @@ def _read(file: Path) -> tuple[str, Result]:
         kind = plain.get("kind") if isinstance(plain, dict) else None
         result: Any = from_json(json.dumps(_portable(plain)), KINDS.get(str(kind), Comparison))
     except (OSError, ValueError) as error:
-        held = [str(file / name) for name in ("result.json", "retrieval.json") if (file / name).is_file()]
-        which = " or ".join(held or ["result.json of lengthgen evaluate or diagnose, or retrieval.json of retrieve"])
+        inside = [str(file / name) for name in ("result.json", "retrieval.json") if (file / name).is_file()]
+        which = " or ".join(inside or ["result.json of lengthgen evaluate or diagnose, or retrieval.json of retrieve"])
         raise ValueError(f"{file} cannot be read as a result file: {error}. Give {which}.") from error
     return str(kind), result
 

@@ -172,7 +172,7 @@ def _check_tied(files: TensorFiles, head: str, renames: Sequence[Rename], embedd
 
 
 def _in_dtype(entries: list[Entry], config: Any, wanted: torch.dtype | None) -> list[Entry]:
-    """The tensors, converted to `dtype` if given; the config gets this dtype, or that of most bytes if it has none."""
+    """The tensors, in the wanted dtype if any; the config gets this dtype, or that of most bytes if it has none."""
     if wanted is not None:
         entries = [entry.cast(wanted) if entry.dtype.is_floating_point else entry for entry in entries]
     if wanted is not None or getattr(config, "dtype", None) is None:

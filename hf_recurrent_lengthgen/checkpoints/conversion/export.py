@@ -70,9 +70,9 @@ def our_config(settings: Settings | None, where: str) -> Any:
     if settings is None or model_type not in FAMILIES:
         stock = model_type is not None and model_type not in STATEFUL_CLASSES
         has = "no config.json" if settings is None else f"the model type {model_type!r}"
-        there = "in the layout of Transformers already, which ignores attention_window: there is nothing to export"
+        nothing = "in the layout of Transformers already, which ignores attention_window: there is nothing to export"
         to_convert = "no checkpoint of this package: convert it with `lengthgen convert` first"
-        raise ValueError(f"{where} has {has}, so it is {there if stock else to_convert}.")
+        raise ValueError(f"{where} has {has}, so it is {nothing if stock else to_convert}.")
     fields = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
     with config_errors(f"The config.json of {where}"):
         return FAMILIES[model_type].config_class.from_dict(fields)

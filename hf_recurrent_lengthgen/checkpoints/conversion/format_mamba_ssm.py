@@ -111,8 +111,8 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
     needed: dict[str, Any] = {"attn_layer_idx": ([], None), "rms_norm": (True,)}
     if layer != "Mamba3":  # an MLP
         needed["d_intermediate"] = (0,)
-    given = DEFAULTS | check_settings(settings, DEFAULTS, WHERE, needed)
-    inner = layer_settings.get("expand", STEPS["expand"]) * given["d_model"]
+    theirs = DEFAULTS | check_settings(settings, DEFAULTS, WHERE, needed)
+    inner = layer_settings.get("expand", STEPS["expand"]) * theirs["d_model"]
     needed = NEEDED | {"layer": tuple(LAYERS), "d_ssm": (None, inner)}
     known = {"layer", *LAYERS.get(layer, ())}
     mixer = LAYERS.get(layer, {}) | check_settings(layer_settings, known, f"ssm_cfg of {WHERE.lower()}", needed)
@@ -120,18 +120,18 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
         mixer["dt_limit"] = [float(limit) for limit in mixer["dt_limit"]]
     fields: Settings = {ours: mixer[theirs] for theirs, ours in FIELDS[layer].items()}
     fields |= {
-        "hidden_size": given["d_model"],
-        "num_hidden_layers": given["n_layer"],
-        "vocab_size": given["vocab_size"] + -given["vocab_size"] % given["pad_vocab_size_multiple"],
-        "residual_in_fp32": given["residual_in_fp32"],
-        "tie_word_embeddings": given["tie_embeddings"],
+        "hidden_size": theirs["d_model"],
+        "num_hidden_layers": theirs["n_layer"],
+        "vocab_size": theirs["vocab_size"] + -theirs["vocab_size"] % theirs["pad_vocab_size_multiple"],
+        "residual_in_fp32": theirs["residual_in_fp32"],
+        "tie_word_embeddings": theirs["tie_embeddings"],
         # known to the tokenizer only
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
     if layer == "Mamba3":
-        width = given["d_intermediate"] + -given["d_intermediate"] % MLP_MULTIPLE or None
+        width = theirs["d_intermediate"] + -theirs["d_intermediate"] % MLP_MULTIPLE or None
         fields |= {"norm_eps": NORM_EPSILON, "intermediate_size": width, "decay_activation": "heavy_tail"}
     else:
         fields |= {"layer_norm_epsilon": NORM_EPSILON, "initialization": "mamba-ssm"}

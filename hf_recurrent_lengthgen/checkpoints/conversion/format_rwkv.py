@@ -86,7 +86,7 @@ def _shape(metas: Mapping[str, Meta], name: str) -> tuple[int, ...]:
     """The shape of a matrix; raises a `ValueError` if it is missing or has another number of dimensions."""
     shape = metas[name].shape if name in metas else ()
     if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"The weights must hold a matrix {name}, which gives sizes of the model, got {list(shape)}.")
+        raise ValueError(f"The weights must hold a matrix {name}, which has sizes of the model, got {list(shape)}.")
     return shape
 
 

@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 def write_tiny_random_model(
     format: str, family: str, folder: Path, seed: int = 0, vocab_size: int = 384, layers: int = 2
 ) -> Path:
-    """Write a random checkpoint of width 64 in a format of `FORMATS`, for a family given as "mamba2".
+    """Write a random checkpoint of width 64 in a format of `FORMATS`, for a family such as "mamba2".
 
     It is initialized and exported by this package, so it does not show that a format is right. For that, the tests
     have checkpoints that the libraries themselves wrote.

@@ -12,9 +12,9 @@ from hf_recurrent_lengthgen.checkpoints.records import TOKENIZER_FILES, read_jso
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
     """Copy the tokenizer files of a folder, with the code that its config names; returns the names of the files."""
     names = tokenizer_files(source)
-    if there := [name for name in names if (target / name).exists()]:
+    if same := [name for name in names if (target / name).exists()]:
         raise ValueError(
-            f"The tokenizer in {source} has files with the names of files of the model: {', '.join(there)}."
+            f"The tokenizer in {source} has files with the names of files of the model: {', '.join(same)}."
         )
     for name in names:
         (target / name).parent.mkdir(exist_ok=True)

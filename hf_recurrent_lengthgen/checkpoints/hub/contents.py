@@ -45,7 +45,7 @@ def choose_files(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) -> list[str]:
-    """Reasons not to push the files of a folder: secrets, paths of this machine, no weights that others can load."""
+    """Reasons not to push the files of a folder: secrets, paths of this machine, no weights that can be loaded."""
     problems = []
     for name in pushed:
         secrets, paths = private_in(folder / name, token, (Path.home(), Path.cwd(), folder.resolve()))

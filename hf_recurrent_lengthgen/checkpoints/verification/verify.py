@@ -1,4 +1,4 @@
-"""Whether a checkpoint folder gives the same results here and where this package is not, for random tokens."""
+"""Whether a checkpoint folder gives the same results with and without this package, for random tokens."""
 
 import json
 import os

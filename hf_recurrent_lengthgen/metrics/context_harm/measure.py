@@ -199,14 +199,14 @@ MEASURES: dict[str, Callable[[Measurement, StreamAndWindows], Any]] = {
 
 
 def compare(
-    base: EvaluationResult, *others: EvaluationResult, title: str = "Beyond the training length"
+    base: EvaluationResult, *results: EvaluationResult, title: str = "Beyond the training length"
 ) -> Comparison:
     """Evaluations on the same texts together, with their differences from the base, see `differences`.
 
     Raises:
         ValueError: for other texts, and two models of one name.
     """
-    models = (ComparedModel("base", base, None), *(ComparedModel("other", result, None) for result in others))
+    models = (ComparedModel("base", base, None), *(ComparedModel("other", result, None) for result in results))
     return Comparison(title, models, differences(models))
 
 

@@ -71,7 +71,7 @@ def next_steps(diagnosis: Diagnosis, paths: Sequence[str], options: Mapping[str,
 
 
 def _after_failure(one: Measured) -> Step:
-    output, states = f"{one.path.rstrip('/').rpartition('/')[2]}-state-passing", one.model.found(StateDiagnosis)
+    output, states = f"{one.path.rstrip('/').rpartition('/')[2]}-state-passing", one.model.part(StateDiagnosis)
     apart = None if states is None else states.attention
     window = None if apart is None else apart.best_window(one.model.evaluation.training_length)
     if window is not None and one.model.evaluation.attention_window is None:

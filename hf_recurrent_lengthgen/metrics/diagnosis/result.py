@@ -13,7 +13,7 @@ from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 
 RESULTS: tuple[type[PartResult], ...] = (StateDiagnosis, Remembrance, Misalignment, ConstantPrompt)
 """Those that a file can hold; a new one is listed here, so that it can be read."""
-Found = TypeVar("Found", bound=PartResult)
+Result = TypeVar("Result", bound=PartResult)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class DiagnosedModel:
     parts: dict[str, PartResult]
     refused: dict[str, str]
 
-    def found(self, kind: type[Found]) -> Found | None:
+    def part(self, kind: type[Result]) -> Result | None:
         """The first part of this type, or None."""
         return next((part for part in self.parts.values() if isinstance(part, kind)), None)
 

@@ -24,7 +24,7 @@ def attention_maps_figure(*models: AttentionMaps) -> Figure:
 
     Rows are the tokens of the output, columns the tokens of the input. Weights above 0 are red, weights below 0 blue.
     Each map has its own scale, on which color grows with the square root of the weight, so that a hundredth of the
-    largest weight is still visible. Masks range from 0 (forgotten), or the least of all layers below it, to 1 (kept).
+    largest weight is still visible. Masks range from 0 (forgotten), or the least of all layers below it, to 1.
     """
     shown = [(maps, layer) for maps in models for layer in maps.layers]
     count = len(shown)
@@ -64,7 +64,7 @@ def attention_maps_figure(*models: AttentionMaps) -> Figure:
         _token_axes(above, maps.tokens, names=False)
         _token_axes(below, maps.tokens, names=True)
     bar = figure.colorbar(masks[0], ax=list(grid.flat), location="bottom", shrink=0.5, aspect=40, pad=0.01)
-    bar.set_label("mask: share kept", fontsize=FONT_SIZE - 2.5, color=MUTED)
+    bar.set_label("mask: share retained", fontsize=FONT_SIZE - 2.5, color=MUTED)
     bar.ax.tick_params(labelsize=FONT_SIZE - 4, colors=MUTED, labelcolor=INK)
     return figure
 

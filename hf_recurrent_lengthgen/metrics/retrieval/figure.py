@@ -109,11 +109,11 @@ def retrieval_accuracy_figure(models: Sequence[RetrievalResult]) -> Figure:
         style.mark_training_lengths(axes, trained)
     ends = []
     for result, color in zip(models, cycle(style.LINE_COLORS), strict=False):
-        there = [
+        pairs = [
             (length, share) for length, share in zip(result.lengths, result.by_length, strict=True) if share.samples
         ]
-        if there:
-            lengths, shares = zip(*there, strict=True)
+        if pairs:
+            lengths, shares = zip(*pairs, strict=True)
             heights = [share.right / share.samples for share in shares]
             axes.plot(lengths, heights, color=color, linewidth=1.8, marker="o", markersize=3.5)
             low, high = zip(*(share.interval(result.confidence) for share in shares), strict=True)

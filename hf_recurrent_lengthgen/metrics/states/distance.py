@@ -21,7 +21,7 @@ the position is
   doubling, with the lower bound of their paired t-interval over sequences. The confidence is shared by all intervals
   of the model (Bonferroni).
 
-Fewer than FEWEST_SEQUENCES sequences cannot decide the last condition, so no head is said to drift then. A text
+Fewer than FEWEST_SEQUENCES sequences cannot decide the last condition, so no head drifts then. A text
 that is not random, such as one repeated token, needs no halves and no intervals: its null level is the largest
 distance of a training position from D_ref, and the last condition does not apply. In models of
 12 stationary heads that forget within 6 T tokens, less than 1 in 100 heads is taken for drifting with 4 to 16 texts.

@@ -65,7 +65,7 @@ def diagnose_states(
 
     Args:
         model: A recurrent model of this package, loaded with or without its remote code, or wrapped by `stateful`.
-        tokens: Token ids (S, L + 1): S >= 2 texts of L > training_length positions. Heads can be said to drift with
+        tokens: Token ids (S, L + 1): S >= 2 texts of L > training_length positions. Drift requires
             `FEWEST_SEQUENCES` texts or more.
         training_length: Tokens per training sequence, T.
         settings: Confidence, sequences and tokens per forward pass, progress.
@@ -218,7 +218,7 @@ def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: in
     reasons = []
     if sequences < FEWEST_SEQUENCES:
         reasons.append(
-            f"No head is said to drift: {sequences} texts cannot tell a drift from differences between texts; "
+            f"Drift of heads was not measured: {sequences} texts cannot tell it from differences between texts; "
             f"{FEWEST_SEQUENCES} or more texts can."
         )
     ranks = [layer.ranks for layer in layers if layer.ranks is not None]

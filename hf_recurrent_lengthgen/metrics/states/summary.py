@@ -81,13 +81,13 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
     patching = states.patching
     if patching is None:
         return ""
-    harm = (
+    text = (
         f"After {patching.position:,} tokens, the excess loss is {interval_text(patching.harm, sign=True)} nats per "
         f"{unit}: from the carried state, minus that from the state after only the last {patching.kept:,} tokens"
     )
     if not patching.harmful:
-        return f"{harm}. None is shown."
-    sentences = [f"{harm}."]
+        return f"{text}. None is shown."
+    sentences = [f"{text}."]
     exchanged = {
         "heads that drift": _group_of(states, states.drifting),
         "all other heads": _group_of(states, [head for head in states.heads if not head.drifts]),
@@ -145,17 +145,17 @@ def windows_text(states: StateDiagnosis, unit: str) -> str:
         return ""
     (start, stop), whole = windows.last_range, windows.at(None)
     measured = ", ".join(f"{window:,}" for window in windows.windows if window is not None)
-    harm = (
+    text = (
         f"With full attention, the excess loss from context is {interval_text(whole, sign=True)} nats per {unit} at "
         f"positions {start:,} to {stop:,}"
     )
     if not _shown(whole):
-        return f"{harm}. None is shown."
+        return f"{text}. None is shown."
     if (best := windows.best) is None:
         less = f"removes more than {AS_GOOD} of it at no cost inside the training length"
-        return f"{harm}; no window of attention ({measured}) {less}."
+        return f"{text}; no window of attention ({measured}) {less}."
     return (
-        f"{harm}, with a window of the last {best:,} tokens {interval_text(windows.at(best), sign=True)}: the largest "
+        f"{text}, with a window of the last {best:,} tokens {interval_text(windows.at(best), sign=True)}: the largest "
         f"of {measured} that is not worse than the best. It requires no training (attention_window={best})."
     )
 
