@@ -43,8 +43,8 @@ SHIPPED = (
 
 FAR = {"state_drop_probability": 0.03}
 POST_TRAINING = (300, FAR)
-"""Steps of state passing, and options: a passed state has read 33 sequences on average. As in the study, with 200 steps
-and 10 sequences, most models still fail at 32 to 64 training lengths."""
+"""Steps of state passing, and options. A passed state has read 33 sequences on average. With 200 steps
+and 10 sequences, as in the study, most models still fail at 32 to 64 training lengths."""
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "mamba2": (1_000, {}),
     "mamba": (800, {"state_drop_probability": 0.06}),
