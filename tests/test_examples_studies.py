@@ -20,7 +20,7 @@ STUDIES = {  # command, what it prints and how often, and a file that it writes
     "hybrids/run.py --tiny --families bamba --seeds 0 --output out --results r": (r"^\| Bamba", 27, "r/hybrids.png"),
     "interventions/run.py --tiny --output out --seeds 3": (r"\| 3 \| [+-]", 19, "out/interventions.png"),
     "interventions/budget.py --tiny --seeds 3 --rates tenth --output out --results r": (
-        *(r"^\| (DeltaNet|Mamba-2, slow start) \| (0\.1)? \| ", 12),
+        *(r"^\| (DeltaNet|Mamba-2, slow decay) \| (0\.1)? \| ", 12),
         "r/budget.png",
     ),
     "failure/run.py --tiny --output out --seeds 0": (r"\| 0 \| [+-]", 13, "out/failure.png"),

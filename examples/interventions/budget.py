@@ -71,7 +71,7 @@ METHODS = {
 
 
 class BudgetStudy(Study):
-    """The DeltaNet of `lengthgen demo`, from its own start."""
+    """The DeltaNet of `lengthgen demo`, with its default initialization."""
 
     family, label = "delta_net", "DeltaNet"
     full = replace(Study.full, evaluation_multiple=64, sequences=8)
@@ -124,7 +124,7 @@ class BudgetStudy(Study):
 class SlowBudgetStudy(BudgetStudy, SlowStudy):
     """The Mamba-2 that starts with heads that forget almost nothing."""
 
-    family, label = "mamba2", "Mamba-2, slow start"
+    family, label = "mamba2", "Mamba-2, slow decay"
     full = replace(SlowStudy.full, evaluation_multiple=64, sequences=8)
     tiny = SlowStudy.tiny
 
@@ -138,7 +138,7 @@ def loss_beyond(measured: Result) -> float:
 
 
 def harm_beyond(measured: Result) -> float:
-    """The same of the harm."""
+    """The same of the excess loss."""
     return float(measured["harm_last"]["mean"])
 
 
@@ -171,8 +171,8 @@ def arms_of(study: BudgetStudy, seeds: list[int]) -> tuple[dict[int, Result], Ar
 
 
 def table(studies: list[BudgetStudy], seeds: list[int]) -> str:
-    """Loss and harm beyond and the change of the loss inside, a row for each base, rate and method."""
-    quantities = {"loss beyond": loss_beyond, "harm": harm_beyond, "change inside": inside}
+    """Loss and excess loss beyond and the change of the loss inside, a row for each base, rate and method."""
+    quantities = {"loss beyond": loss_beyond, "excess loss": harm_beyond, "change inside": inside}
     rows = []
     for study in studies:
         base, measured = arms_of(study, seeds)

@@ -1,8 +1,8 @@
-"""Compare training interventions on one base model: position-wise loss, context harm, output alignment.
+"""Compare training interventions on one base model: position-wise loss, excess loss, output alignment.
 
-Each base (one per seed) is that of `lengthgen demo`, which fails from its own start. Every method trains it further
-with the same number of steps and tokens a step. Writes into the output folder: interventions.png, interventions.md,
-interventions.json, and a checkpoint per method and seed. An interrupted run continues.
+Each base (one per seed) is that of `lengthgen demo`, which fails with its default initialization. Every method trains
+it further with the same number of steps and tokens a step. Writes into the output folder: interventions.png,
+interventions.md, interventions.json, and a checkpoint per method and seed. An interrupted run continues.
 """
 
 import sys
@@ -107,7 +107,7 @@ def sigma_of(study: Study, name: str, seed: int) -> float | None:
 
 
 def best_noise(study: Study, seed: int) -> str | None:
-    """The noise of least harm, on the texts that are reported: the choice is in its favor."""
+    """The noise of least excess loss, on the texts that are reported: the choice is in its favor."""
     results = {name: study.result(name, seed) for name in noises()}
     if any(result is None for result in results.values()):
         return None
@@ -139,7 +139,7 @@ def labels(study: Study) -> dict[str, str]:
 
 
 def figure(study: Study, measured: dict[str, dict[int, Result]], noise: str) -> None:
-    """Perplexity and harm against position, after Fig. 5 of arXiv:2507.02782."""
+    """Perplexity and excess loss by position, after Fig. 5 of arXiv:2507.02782."""
     looks = {
         "base": ("base", "#d55e00", "solid"),
         "control": ("plain training", "#a8780f", (0, (5, 2))),
@@ -148,7 +148,7 @@ def figure(study: Study, measured: dict[str, dict[int, Result]], noise: str) -> 
         "state_passing": ("state passing", "#0072b2", "solid"),
         "tbtt": ("TBTT", "#009e73", (0, (5, 2))),
     }
-    picture, axes = panels(["Perplexity per byte", "Harm of extra context (nats per byte)"], 2)
+    picture, axes = panels(["Perplexity per byte", "Excess loss (nats per byte)"], 2)
     length = study.settings.training_length
     for axis, curve, first in zip(axes, ("perplexity", "harm"), (length // 8, length // 2), strict=True):
         for name, (label, color, line) in looks.items():
@@ -174,7 +174,7 @@ def report(study: Study, seeds: list[int]) -> None:
         numbers += [over_seeds(values, key) for key in ("in_window", "context_use", "misalignment")]
         rows.append([labels(study)[name], ", ".join(map(str, results)), *numbers])
     start, stop = next(iter(next(iter(measured.values())).values()))["harm_range"]
-    head = ["method", "seeds", f"harm at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
+    head = ["method", "seeds", f"excess loss at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
     head += [f"loss inside {study.settings.training_length}", "context use", "misalignment"]
     table = markdown(head, rows)
     study.output.mkdir(parents=True, exist_ok=True)
