@@ -46,7 +46,7 @@ ids = tokenizer(document, add_special_tokens=False, return_tensors="pt").input_i
 if ids.shape[1] == 0:
     parser.error(f"--document {options.document} is empty")
 
-# Once: piece by piece, so that memory does not grow with the document, but for keys of attention layers.
+# Once: in chunks, so that memory does not grow with the document, except keys and values of attention layers.
 began = time.perf_counter()
 with tqdm(total=ids.shape[1], desc="reading", unit="token") as bar:
     for read in read_into(options.states, model, ids, options.every, tokenizer=tokenizer):

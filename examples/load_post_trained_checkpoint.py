@@ -32,7 +32,7 @@ where = {"revision": options.revision, "trust_remote_code": True}
 model = AutoModelForCausalLM.from_pretrained(options.model, **where).eval()
 tokenizer = AutoTokenizer.from_pretrained(options.model, **where)
 
-# Memory does not grow with the document: each piece starts from the state after the one before.
+# Memory does not grow with the document: each chunk starts from the state after the one before.
 ids = tokenizer(options.document.read_text(), add_special_tokens=False, return_tensors="pt").input_ids
 state = None
 with torch.inference_mode():

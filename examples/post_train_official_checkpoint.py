@@ -35,11 +35,11 @@ parser.add_argument("--tokenizer", default="EleutherAI/gpt-neox-20b", help="Hub 
 parser.add_argument("--data", help="texts with splits train and validation: a folder, a file or a name on the Hub")
 parser.add_argument("--output", type=Path, required=True, help="new folder for base, state-passing and evaluation")
 parser.add_argument(
-    "--length", type=int, default=2048, help="tokens of a row, as in pre-training (default: %(default)s)"
+    "--length", type=int, default=2048, help="tokens of a sequence, as in pre-training (default: %(default)s)"
 )
 parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
-parser.add_argument("--rows", type=int, default=256, help="rows of a step (default: %(default)s)")
-parser.add_argument("--rows_at_once", type=int, default=16, help="rows that fit into memory (default: %(default)s)")
+parser.add_argument("--rows", type=int, default=256, help="sequences of a step (default: %(default)s)")
+parser.add_argument("--rows_at_once", type=int, default=16, help="sequences in memory at once (default: %(default)s)")
 parser.add_argument("--learning-rate", type=float, default=6e-5, help="at its peak (default: %(default)s)")
 parser.add_argument("--sequences", type=int, default=16, help="texts to evaluate on (default: %(default)s)")
 parser.add_argument("--beyond", type=int, default=16, help="evaluate up to so many lengths (default: %(default)s)")
@@ -62,7 +62,7 @@ convert_checkpoint(options.model, base, tokenizer=tokenizer, training_length=opt
 if not verify_checkpoint(base).passed:
     sys.exit(f"The conversion does not load elsewhere as it should: lengthgen verify {base} says where.")
 
-# Each row of a step starts from the final state of a row of the step before.
+# Each sequence of a step starts from the final state of a sequence of the step before.
 stream = load_stream(options.data, "train", tokenizer)
 arguments = StatePassingConfig(
     output_dir=str(passed),

@@ -85,7 +85,7 @@ def read_stages(path: Path) -> dict[str, dict[int, Result]]:
 
 
 def panels(titles: Sequence[str], columns: int) -> tuple[Figure, list[Axes]]:
-    """Panels row by row in the look of the package's figures."""
+    """Panels in the look of the package's figures."""
     rows = -(-len(titles) // columns)
     figure = Figure(figsize=(4.4 * columns, 3.3 * rows + 0.8), layout="constrained")
     FigureCanvasAgg(figure)

@@ -132,7 +132,7 @@ def _unit_ranks(values: np.ndarray) -> np.ndarray:
 
 
 def misalignment_and_loss(diagnosis: Diagnosis) -> RankCorrelation:
-    """The rank correlation of misalignment and last-octave loss over the models that have both."""
+    """The rank correlation of misalignment and the loss in the last doubling over the models that have both."""
     measured = {model.evaluation.model: (model.evaluation, model.part(Misalignment)) for model in diagnosis.models}
     misalignment = {name: part.mean for name, (_, part) in measured.items() if part is not None}
     loss = {name: late_loss(measured[name][0]) for name in misalignment}

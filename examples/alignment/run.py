@@ -139,8 +139,8 @@ def divergences(where: str, a: Tensor, b: Tensor) -> dict[str, float]:
 
 
 ALTERNATIVE = (
-    "Perplexity by position, a panel for each pair of initial states: with both crops from zero it rises beyond 128 "
-    "bytes with any term, least with 1 Jeffreys; with passed or carried states it stays flat with any term"
+    "Perplexity by position, a panel for each pair of initial states of crops: with both from zero it rises beyond "
+    "1,024 bytes like the base, least with 1 Jeffreys; with a passed or carried state it stays near 5 with any term"
 )
 
 
@@ -176,7 +176,7 @@ def report(study: AlignmentStudy, seeds: list[int]) -> None:
 
 def figure(study: AlignmentStudy, measured: dict[str, dict[int, Result]]) -> None:
     """Perplexity by position, a panel for each pair of initial states of the crops."""
-    picture, axes = panels([f"Crops start: {source.label}" for source in SOURCES.values()], 2)
+    picture, axes = panels([f"{source.label[0].upper()}{source.label[1:]}" for source in SOURCES.values()], 2)
     for axis, start in zip(axes, SOURCES, strict=True):
         looks = {"base": ("base", "#d55e00")} | {f"{start}/{added}": term[:2] for added, term in TERMS.items()}
         there = {name: look for name, look in looks.items() if name in measured}

@@ -46,7 +46,7 @@ class FailureStudy(Study):
 
 
 def post_trainings(study: Study) -> dict[str, str]:
-    """Stages that go on from the base, with their labels: few steps of state passing, and plain ones, too."""
+    """Stages that continue the base, with their labels: a few steps of state passing, and of plain training."""
     steps = sorted({max(1, int(share * study.settings.post_training_steps)) for share in SHARES})
     labels = {f"state_passing_{n}": f"{n} of state passing" for n in steps}
     return labels | {f"plain_{steps[-1]}": f"{steps[-1]} of plain training"}

@@ -1,6 +1,6 @@
 """Effective rank of the states of the pairs of model_cards/, at the training length T and at 64 T.
 
-    python examples/families/state_ranks.py        # five minutes of one core; goes on where it stopped
+    python examples/families/state_ranks.py        # five minutes of one core; continues where it stopped
 
 Writes results/state_ranks.json, and the table of docs/read_a_diagnosis.md from it. Four held-out texts for each model.
 """
@@ -18,8 +18,8 @@ from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.metrics.states.measure import describe_states
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
-from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver, sample_positions
 from hf_recurrent_lengthgen.metrics.states.summary import LOW_RANK
+from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver, sample_positions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study_pages import fill, markdown

@@ -107,7 +107,7 @@ def measure(
             results = study.measure(model, study.settings.training_length, seed, misalignment=False)
     result = {"key": key, "measured": {"setting": in_words(rule), **results, **(more or {})}}
     study.kept.put(f"forgetting/{name}", seed, result)
-    print(f"seed {seed} {name} ({in_words(rule)}): harm {results['harm_last']['mean']:+.3f}", flush=True)
+    print(f"seed {seed} {name} ({in_words(rule)}): excess loss {results['harm_last']['mean']:+.3f}", flush=True)
 
 
 def labels(study: SlowStudy) -> dict[str, str]:

@@ -123,7 +123,7 @@ class Ways:
         harm = float((nll[:, half:] - short.truncated[:, half - length :]).mean())
         result = {"harm": round(harm, 4), "inside": round(float(inside.mean()), 4)}
         self.kept.put(name, seed, result)
-        print(f"seed {seed} {name}: harm {harm:+.3f}, loss inside {result['inside']:.3f}", flush=True)
+        print(f"seed {seed} {name}: excess loss {harm:+.3f}, loss within T {result['inside']:.3f}", flush=True)
         return result
 
 

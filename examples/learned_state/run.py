@@ -64,7 +64,7 @@ def style_ids(style: str, split: str, rows: int) -> Tensor:
 
 
 def facts_ids(number: int, seed: int) -> Tensor:
-    """`number` rows "abcd=wxyz" of different random keys and random values, as token ids (number, 9)."""
+    """`number` sequences "abcd=wxyz" of different random keys and random values, as token ids (number, 9)."""
     generator = np.random.default_rng(seed)
     words: list[str] = []
     while len(words) < number:
@@ -75,7 +75,7 @@ def facts_ids(number: int, seed: int) -> Tensor:
 
 
 def examples(task: str, seed: int, steps: int) -> tuple[list[dict[str, Tensor]], Tensor]:
-    """Training rows, and the ids on which the task is measured."""
+    """Training sequences, and the ids on which the task is measured."""
     if task in STYLES:
         ids = style_ids(task, "train", min(steps * ROWS["style"], 4000))
         return [{"input_ids": row, "labels": row} for row in ids], style_ids(task, "validation", 64)

@@ -82,7 +82,7 @@ def measure(model: Any, texts: Tensor) -> dict[str, float]:
 
 
 def trained(trainer_class: Any, config: Any, seed: int, rows: Tensor, **settings: Any) -> Any:
-    """The model after training on rows."""
+    """The model after training on `rows`."""
     torch.manual_seed(seed)
     common = {"max_steps": len(rows) // ROWS, "per_device_train_batch_size": ROWS, "lr_scheduler_type": "cosine"}
     common |= {"warmup_steps": 0.1, "weight_decay": 0.0, "seed": seed, "report_to": "none", "save_strategy": "no"}
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE, help="folder with README.md and results")
     parser.add_argument("--report", action="store_true", help="write the table from the results")
-    parser.add_argument("--tiny", action="store_true", help="one seed, few rows, short texts")
+    parser.add_argument("--tiny", action="store_true", help="one seed, few sequences, short texts")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     kept = ArmResults(options.output, "s0")

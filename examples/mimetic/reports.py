@@ -74,6 +74,6 @@ def figure(layout: Layout, results: Measured) -> Figure:
         axis.set_ylim(-0.02, 1.04)
         label = "length / longest training length" if layout.x is None else layout.columns[layout.x]
         axis.set_xlabel(label, fontsize=FONT_SIZE)
-        axis.set_ylabel("accuracy", fontsize=FONT_SIZE)
+        axis.set_ylabel("area under accuracy" if layout.drawn == ("area",) else "accuracy", fontsize=FONT_SIZE)
     legend_below(picture, axes, 3)
     return picture

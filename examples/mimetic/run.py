@@ -128,7 +128,8 @@ ALTERNATIVES = {
     "rates": "Accuracy by learning rate: mimetic initialization is above the default at each rate, in all layers "
     "most; one attention layer is highest at most rates",
     "tasks": "Accuracy by length, a panel for each task: mimetic initialization is above the default in copying and, "
-    "at twice the length, in sorting; in recall it is below. All lines fall with the length",
+    "at twice the length, in sorting; in recall of Mamba-2 it is below the best default. All lines fall with the "
+    "length",
     "linear": "Accuracy by length: linear attention and mimetic initialization start near 1 and fall together, the "
     "default starts at 0.3, attention falls least",
     "sweeps": "Area under accuracy, a panel for each swept size: one mimetic layer is above the default everywhere "

@@ -163,7 +163,7 @@ class StringStudy(Stages):
         arms = {"arm": arm, "teacher": arm.teacher}
         made = {kind: {**asdict(arm), "sizes": asdict(arm.sizes)} for kind, arm in arms.items() if arm is not None}
         if arm.family == "mamba2" and {"a", "one", "all"} & set(arm.start.replace("+", " ").split()):
-            made["decays"] = "scaled"  # once they were -n^-c in head n = 1, 2, ..., whatever the model's own
+            made["decays"] = "scaled"  # before the correction: -n^-c in head n = 1, 2, ...
         return made
 
     def new_model(self, name: str, length: int, seed: int) -> Any:

@@ -90,7 +90,7 @@ def main() -> None:
     parser.set_defaults(output="demo-output/passkey_chunks")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which (all)")
     options = parsed(parser)
-    torch.set_num_threads(1)  # results of small runs hang on rounding
+    torch.set_num_threads(1)  # rounding changes the results of small runs
     study = ChunksStudy(options)
     for seed in () if options.report else options.seeds:
         for name in options.arms:

@@ -108,7 +108,7 @@ def main() -> None:
     parser.set_defaults(output="demo-output/passkey_keys")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="which (all)")
     options = parsed(parser)
-    torch.set_num_threads(1)  # results of small runs hang on rounding
+    torch.set_num_threads(1)  # rounding changes the results of small runs
     study = KeysStudy(options)
     if not options.tiny:
         study.settings = replace(SETTINGS, lengths=SETTINGS.lengths[1:-2], parts=(), samples=4)

@@ -72,7 +72,7 @@ def main() -> None:
     parser = options_of(__doc__, HERE / "results/new_task")
     parser.set_defaults(output="demo-output/passkey_new_task", seeds=[0, 1, 2, 3])
     options = parsed(parser)
-    torch.set_num_threads(1)  # results of small runs hang on rounding
+    torch.set_num_threads(1)  # rounding changes the results of small runs
     study = NewTaskStudy(options)
     for seed in () if options.report else options.seeds:
         for name in ARMS:

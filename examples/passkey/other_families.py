@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="which (all)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which (all)")
     options = parsed(parser)
-    torch.set_num_threads(1)  # results of small runs hang on rounding
+    torch.set_num_threads(1)  # rounding changes the results of small runs
     study = FamiliesStudy(options)
     for seed in () if options.report else options.seeds:
         for name in (f"{family}/{arm}" for family in options.families for arm in options.arms):

@@ -66,7 +66,7 @@ ARMS = (*READINGS, *(f"{name}/tuned" for name in READINGS))
 
 
 def drawn_question(random: np.random.Generator, task: str, most: int) -> BabiQuestion:
-    """A story of 4 to `most` facts, or of more until something can be asked, and a question on it, worded as in bAbI
+    """A story of 4 to `most` facts, or of more until a question is possible, and a question on it, worded as in bAbI
     (Weston et al., 2015, Table 1)."""
     facts: list[str] = []
     at, since, holder = dict[str, str](), dict[str, int](), dict[str, str]()
@@ -205,7 +205,7 @@ def main() -> None:
     parser = options_of(__doc__, HERE / "results/questions")
     parser.set_defaults(output="demo-output/passkey_questions")
     options = parsed(parser)
-    torch.set_num_threads(1)  # results of small runs hang on rounding
+    torch.set_num_threads(1)  # rounding changes the results of small runs
     study = QuestionsStudy(options)
     for seed in () if options.report else options.seeds:
         for name in ARMS:

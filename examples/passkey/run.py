@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which (all)")
     parser.add_argument("--ship", type=Path, metavar="FOLDER", help="make the pair of checkpoints there, and no study")
     options = parsed(parser)
-    torch.set_num_threads(1)  # results of small runs hang on rounding
+    torch.set_num_threads(1)  # rounding changes the results of small runs
     study = PasskeyStudy(options)
     if options.ship is not None:
         ship_pair(study, options.ship)

@@ -17,7 +17,7 @@ NAMES = (WEIGHTS.rpartition("/")[2], "rwkv7-reverse-L2.pth")
 COMMA, END, VOCABULARY = 10, 11, 12
 """Ids after those of the digits."""
 ROW = 128
-"""Tokens of a training row: whole problems of n digits take 2 n + 2."""
+"""Tokens of a training sequence; a problem of n digits has 2 n + 2."""
 LAYER = {"ln{}a": "attn_norm", "ln{}b": "ffn_norm", "ffn{}": "ffn"}
 PROJECTIONS = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
 LOW_RANK = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}
@@ -118,7 +118,7 @@ class Problems(Dataset[dict[str, Tensor]]):
 
 
 class ContinuedProblems(ContinuedChunks):
-    """The same problems one after another, for TBTT: each row continues the one before it."""
+    """The same problems one after another, for TBTT: each sequence continues the one before it."""
 
     def __init__(self, rows: int, seed: int, chunks_before_reset: int) -> None:
         problems = Problems(rows, seed)

@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds in this order (0 1 2)")
     parser.add_argument("--steps", type=int, help=f"steps of 1,024 bytes of each run ({RUN.steps})")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
+    parser.add_argument("--report", action="store_true", help="train nothing, report on the results")
     parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
     options = parser.parse_args()
     if options.tiny and options.results == parser.get_default("results"):

@@ -147,7 +147,7 @@ if __name__ == "__main__":
     seeds = list(range(max(SEEDS.values())))
     parser.add_argument("--seeds", type=int, nargs="+", default=seeds, help="in this order (0 to 7; of text, two)")
     parser.add_argument("--task", choices=LENGTHS, help="train only this task (both)")
-    parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
+    parser.add_argument("--report", action="store_true", help="train nothing, report on the results")
     parser.add_argument("--quick", action="store_true", help="sizes that show in seconds that the command works")
     options = parser.parse_args()
     torch.set_num_threads(1)  # more threads are no faster at these sizes

@@ -2,7 +2,7 @@
 
 A run is a few numbers and a seed (`Run`); its result is kept, so that an interrupted study continues where it
 stopped. Mamba-2 starts with mimetic initialization (arXiv:2410.11135), with heads that forget almost nothing, unless
-`mimetic_c` is None; DeltaNet, which has no decay, from fla's start.
+`mimetic_c` is None; DeltaNet, which has no decay, with fla's default initialization.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ VALUES = 16
 MARK, QUESTION = VALUES, VALUES + 1
 SHORTEST_NEEDLE_ROW = 8
 HOPELESS = 0.7
-"""Accuracy below which longer rows are not tried."""
+"""Accuracy below which longer sequences are not tried."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Run:
     Attributes:
         task: "text" or "needle".
         state_size: N, what differs between the models of a family; in DeltaNet the size of a key.
-        length: Training length in tokens; needle rows have `SHORTEST_NEEDLE_ROW` to `length`.
+        length: Training length in tokens; needle sequences have `SHORTEST_NEEDLE_ROW` to `length`.
         mimetic_c: None for no mimetic initialization.
         initialization: Of the other weights, see the configuration of Mamba-2.
-        tokens: Tokens of a step, `length` of them a row; for needles, rows of a step.
-        chunks: Text: steps in which a row goes on with the text and the state of the step before (TBTT); 1 for rows
-            from the zero state.
-        positions: Text: length of the streams on which it is measured. Needle: longest row that is tried.
-        rows: Text: streams, and `window_tokens` bytes in rows of `length`. Needle: rows of each length.
+        tokens: Tokens of a step, `length` of them a sequence; for needles, sequences of a step.
+        chunks: Text: steps in which a sequence continues the text and the state of the step before (TBTT); 1 for
+            sequences from the zero state.
+        positions: Text: length of the streams on which it is measured. Needle: longest sequence that is tried.
+        rows: Text: streams, and `window_tokens` bytes in sequences of `length`. Needle: sequences of each length.
     """
 
     task: str
@@ -169,7 +169,7 @@ def _text(split: str) -> Tensor:
 
 
 def _text_losses(model: nn.Module, run: Run, generator: torch.Generator) -> Iterator[Tensor]:
-    """Mean losses of `tokens` bytes in rows of `length`, which begin at random places after each `chunks` steps."""
+    """Mean losses of `tokens` bytes in sequences of `length`, at random places after each `chunks` steps."""
     text, device = _text("train"), next(model.parameters()).device
     while True:
         places = len(text) - run.length * run.chunks
