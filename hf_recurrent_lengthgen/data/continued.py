@@ -104,8 +104,9 @@ class ContinuedChunks(Dataset[Item]):
         tokens = self.stream[start : start + self.length + self.lookahead + 1].long()
         targets, resets = tokens[1:], torch.zeros(len(tokens) - 1, dtype=torch.bool)
         if self.reset_at_document:
+            assert self.separator_id is not None
             first = start == 0 or int(self.stream[start - 1]) == self.separator_id
-            document_starts = torch.cat([torch.tensor([first]), tokens[:-1] == self.separator_id])
+            document_starts = torch.cat([torch.tensor([first]), tokens[:-1].eq(self.separator_id)])
             targets = targets.masked_fill(document_starts[1:], IGNORED_LABEL)
             resets |= document_starts[:-1]
         if begins:

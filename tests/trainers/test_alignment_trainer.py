@@ -317,7 +317,7 @@ PADDED = (torch.arange(12) < 7).long()
         (
             {},
             [item | {"attention_mask": PADDED} for item in toys.sequences(8, length=12)],
-            "pack the text into rows without padding",
+            "pack the text into sequences without padding",
         ),
     ],
     ids=["crops", "short", "shifts", "no labels", "padding"],

@@ -334,7 +334,7 @@ def test_long_chats_are_read_in_pieces_as_by_tbtt_alone(
         ({"alignment_alpha": 0.1, "alignment_length": 8}, "padding"),
         ({"bptt_chunk_length": 4}, "set bptt_window=1"),
         ({"bptt_chunk_length": 4, "bptt_window": 2}, "set bptt_window=1"),
-        (PADDED_PACKS, "pad_to_multiple_of fills packed rows"),
+        (PADDED_PACKS, "pad_to_multiple_of fills packed sequences"),
         (
             {"method": LearnedStateTrainer, "peft_config": LoraConfig(target_modules=["in_proj"])},
             "peft_config would freeze the learned state",

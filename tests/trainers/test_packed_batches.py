@@ -175,7 +175,7 @@ def test_packed_rows_of_a_stream_are_not_dealt_to_processes(tmp_path: Path, monk
     trainer.train_dataset = toys.Stream(unequal(8))
     for collator in (DataCollatorWithFlattening(), SimpleNamespace(padding_free=True)):
         trainer.data_collator = collator
-        with pytest.raises(ValueError, match="makes one row of all examples of a batch"):
+        with pytest.raises(ValueError, match="packs all examples of a batch into one row"):
             trainer.get_train_dataloader()
 
 
