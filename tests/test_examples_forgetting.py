@@ -196,7 +196,7 @@ def test_the_settings_are_compared(example: Any, tmp_path: Path, capsys: pytest.
 
 
 def test_the_tables_of_the_page_hold_the_numbers_of_the_result_file() -> None:
-    page = (FOLDER / "README.md").read_text().partition("## Scales found")[0]
+    page = (FOLDER / "README.md").read_text().partition("## Calibrated scales")[0]
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     stages = json.loads((FOLDER / "forgetting.json").read_text())["stages"]
     tables = rows[2 : 2 + len(stages)], rows[-len(stages) :]
