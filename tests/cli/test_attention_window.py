@@ -79,7 +79,7 @@ def test_a_window_for_each_step_is_recorded_and_a_resume_keeps_it(
     assert training.methods[1] == ATTENTION_WINDOWS
     assert training.settings[0].method["attention_windows"] == (2, 5)
     card = str(build_card(tmp_path / "out"))
-    assert "of a number drawn for each step ([Cabannes et al., 2025](https://arxiv.org/abs/2509.24552))" in card
+    assert "whose size was drawn for each step ([Cabannes et al., 2025](https://arxiv.org/abs/2509.24552))" in card
     assert train("--attention-windows", "2", "6", "--resume", **often) == 1
     assert "attention_windows was [2, 5] and is [2, 6]" in capsys.readouterr().err
     assert train("--attention-windows", "2", "5", "--resume", **often) == 0

@@ -61,7 +61,9 @@ def test_a_hybrid_is_wrapped_and_other_models_are_refused_with_the_reason(tmp_pa
     model = load_model(str(tmp_path / "hybrid"))
     assert len(model.zero_state(2)) == len(model.state_shapes())
     RecurrentGemmaConfig(**sizes, **heads).save_pretrained(tmp_path / "gemma")
-    with pytest.raises(ValueError, match=r"'recurrent_gemma', which accepts no initial state \(it keeps its states as"):
+    with pytest.raises(
+        ValueError, match=r"'recurrent_gemma', which accepts no initial state \(it keeps its states as"
+    ):
         load_model(str(tmp_path / "gemma"))
 
 

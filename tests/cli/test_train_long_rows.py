@@ -112,7 +112,9 @@ def test_the_training_length_is_the_piece_of_tbtt_or_the_longest_row() -> None:
     assert settled(9000, 8192, *none) == (9000, None)
     with pytest.raises(ValueError, match="the longest sequence has 128 tokens, and a chunk has 128"):
         settled(128, 128, *tbtt)
-    with pytest.raises(ValueError, match="training_length is 128, but sequences are read whole, and the longest has 129"):
+    with pytest.raises(
+        ValueError, match="training_length is 128, but sequences are read whole, and the longest has 129"
+    ):
         settled(128, 129, *none)
 
 

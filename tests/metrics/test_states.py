@@ -72,7 +72,9 @@ def test_a_head_of_a_hybrid_that_keeps_everything_is_named_and_patched(model_typ
 def test_attention_that_cannot_be_set_apart_is_said_and_the_rest_kept() -> None:
     found = diagnose_states(stateful(tiny_model("bamba")), random_tokens(4, T + 9), T, QUIET, patched_heads=1)
     assert found.attention is None
-    assert "not measured apart from that from long attention: tokens of shape (4, 25) are too few" in found.left_out[-1]
+    assert (
+        "not measured apart from that from long attention: tokens of shape (4, 25) are too few" in found.left_out[-1]
+    )
     assert found.patching is not None
 
 
