@@ -88,7 +88,7 @@ def _caption(law: Law) -> str:
     arrows = any(threshold.relation != "=" for threshold in law.thresholds)
     if law.fit is None:
         text = textwrap.shorten(f"No law fitted: {law.why_no_fit}", 110, placeholder=" …")
-        return textwrap.fill(text, 66)
+        return textwrap.fill(text, 60)
     values = {name: estimate.mean for name, estimate in law.fit.coefficients.items()}
     start = f"{'-' if values['b'] < 0 else '+'} {abs(values['b']):.3g}"
     formula = f"{values['a']:.3g} N" if law.fit.form == "linear" else f"{values['a']:.3g} ({values['c']:.4g}^N - 1)"
