@@ -1,8 +1,8 @@
 """Larger states after training (StateX, arXiv:2509.22630) on associative recall, against plain further training.
 
-A base with a state that is too small is trained from nothing. Each arm then trains it on with the same sequences: as it is
-("vanilla"), or with a larger state in its first recurrent layer, whose recurrence is kept ("inherit") or starts anew
-("reinit"). "Large from the start" is a base whose first layer was large before its first step, trained on alike.
+A base with a state that is too small is trained from nothing. Each arm then trains it on with the same sequences: as it
+is ("vanilla"), or with a larger state in its first recurrent layer, whose recurrence is kept ("inherit") or starts
+anew ("reinit"). "Large from the start" is a base whose first layer was large before its first step, trained on alike.
 "heads" are models of GLA with different numbers of heads, trained from nothing.
 
 Arms that have a result in --results are not run again, so an interrupted study continues, and several commands with
@@ -122,7 +122,7 @@ def cells(seeds: dict[int, Result], pairs: list[str]) -> list[str]:
 
 
 def base_table(study: Study, name: str) -> str:
-    """Accuracies of all arms of a base, and what they gain over vanilla training on the same sequences, seed by seed."""
+    """Accuracies of all arms of a base, and their gain over vanilla training on the same sequences, by seed."""
     base, settings = BASES[name], study.settings_of(name)
     pairs, last = [str(number) for number in settings.evaluated_pairs], str(settings.pairs[1])
     rows = []
