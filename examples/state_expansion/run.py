@@ -1,7 +1,7 @@
 """Larger states after training (StateX, arXiv:2509.22630) on associative recall, against plain further training.
 
-A base with a state that is too small is trained from nothing. Each arm then trains it on with the same sequences: as it
-is ("vanilla"), or with a larger state in its first recurrent layer, whose recurrence is kept ("inherit") or starts
+A base with a state that is too small is trained from nothing. Each arm then trains it on with the same sequences: as
+it is ("vanilla"), or with a larger state in its first recurrent layer, whose recurrence is kept ("inherit") or starts
 anew ("reinit"). "Large from the start" is a base whose first layer was large before its first step, trained on alike.
 "heads" are models of GLA with different numbers of heads, trained from nothing.
 
