@@ -73,7 +73,7 @@ SUPPORTED = {
 }
 
 REFUSED = {
-    "glm5_next_text": "its attention selects keys with an index in a cache of its own kind",
+    "glm5_next_text": "its attention selects keys with an index that is kept in a cache of its own kind",
     "inkling_text": "it has no recurrent layers, only attention with four short convolutions around each",
     "inkling2_text": "it has no recurrent layers, only attention with short convolutions around each",
     "inkling2_loop_text": "it has no recurrent layers, only attention with short convolutions around each",

@@ -60,7 +60,7 @@ def test_refused_types_are_refused_with_their_reason(model_type: str, monkeypatc
 def test_one_entry_is_all_that_a_type_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, model = tiny_model("mamba"), tiny_model("mamba")
     monkeypatch.setattr(type(model.config), "model_type", "toy")
-    with pytest.raises(ValueError, match=r"MambaForCausalLM .*: 'toy' is no .* known; those are bailing_hybrid, "):
+    with pytest.raises(ValueError, match=r"MambaForCausalLM .*: 'toy' is no supported .*; those are bailing_hybrid, "):
         wrapping.stateful(model)
     monkeypatch.setitem(SUPPORTED, "toy", StockType("(D, N)", ("dt_proj",), "it is a toy"))
     wrapped = wrapping.stateful(model)
