@@ -309,7 +309,7 @@ PADDED = (torch.arange(12) < 7).long()
         (
             {"alignment_length": 9},
             toys.sequences(8, length=12),
-            "Rows have 12 tokens, but crops of 9 that start up to 4 tokens apart need 13",
+            "Sequences have 12 tokens, but crops of 9 that start up to 4 tokens apart need 13",
         ),
         ({}, toys.sequences(8, length=3), "l_extra must lie between 1 and 0"),
         ({"alignment_max_extra": 12}, toys.sequences(8, length=12), "l_extra must lie between 1 and"),
