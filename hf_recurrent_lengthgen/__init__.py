@@ -27,18 +27,23 @@ if TYPE_CHECKING:
     from .models.state_value import take_rows as take_rows
     from .models.state_value import zero_state as zero_state
 
-_NAMES = {
-    "checkpoints.loading": ("load_model",),
-    "hybrids": ("stateful",),
-    "models.scan_forgetting": ("Forgetting", "forgetting"),
-    "models.state_learned": ("LearnedStates",),
-    "models.state_on_disk": ("load_state", "save_state"),
-    "models.state_value": (
-        *("LayerState", "RecurrentState", "clone_state", "concatenate_rows", "detach_state", "keep_rows"),
-        *("take_rows", "zero_state"),
-    ),
+_HOMES = {
+    "Forgetting": "models.scan_forgetting",
+    "LayerState": "models.state_value",
+    "LearnedStates": "models.state_learned",
+    "RecurrentState": "models.state_value",
+    "clone_state": "models.state_value",
+    "concatenate_rows": "models.state_value",
+    "detach_state": "models.state_value",
+    "forgetting": "models.scan_forgetting",
+    "keep_rows": "models.state_value",
+    "load_model": "checkpoints.loading",
+    "load_state": "models.state_on_disk",
+    "save_state": "models.state_on_disk",
+    "stateful": "hybrids",
+    "take_rows": "models.state_value",
+    "zero_state": "models.state_value",
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _PACKAGES = ("checkpoints", "data", "metrics", "models", "state_files", "surgery", "trainers")
 __version__ = _versions.version_of("hf_recurrent_lengthgen")
 __all__ = [*_HOMES, "__version__"]

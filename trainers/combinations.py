@@ -156,7 +156,8 @@ _ARGUMENTS = (
             _of_accelerator("dispatch_batches", True)(trainer)
             and not isinstance(trainer.train_dataset, IterableDataset | None)
         ),
-        "dispatch_batches in accelerator_config gives a resumed run other sequences, but of streams: leave it out.",
+        "dispatch_batches in accelerator_config gives a resumed run other sequences, if the data have a length: leave "
+        "it out.",
     ),
     Refusal(
         _of_accelerator("use_seedable_sampler", False),

@@ -148,7 +148,7 @@ class _OnTexts(InitialStateTrainer):
                 "out."
             )
         if self.alignment is not None and sft.packing and sft.packing_strategy == "wrapped":
-            blocks: Any = self.train_dataset  # the last of each thousand texts may be shorter, and would be padded
+            blocks: Any = self.train_dataset  # the last block of each thousand texts may be shorter
             self.train_dataset = blocks.filter(lambda block: len(block["input_ids"]) == sft.max_length)
 
     def with_states(self, micro_batch: MicroBatch, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ MEMORY_BASE = Path("model_cards/passkey-base")
 DESCRIPTION = """\
 Train a small DeltaNet on the sources of the Python standard library, see it fail beyond its training length, go on
 with state passing, and compare with as many plain steps. Then, in a clone of the repository, post-train a model that
-retrieves passkeys in 128 words on longer prompts. Takes 4 to 8 minutes on two cores and downloads nothing. The output
+retrieves passkeys in 128 words on longer prompts. Takes a few minutes on two cores and downloads nothing. The output
 folder holds:
 
   index.html      page with figures and numbers: open it in a browser

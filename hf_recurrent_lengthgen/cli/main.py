@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.versions import installed_versions
 
 PURPOSES = {
     "Train and change models": {
-        "demo": "fail beyond T, post-train, compare (3 to 6 minutes on two idle cores)",
+        "demo": "fail beyond T, post-train, compare (a few minutes on two idle cores)",
         "train": "train or post-train a checkpoint, from flags or a YAML file",
         "expand": "enlarge the states of some layers, before post-training (StateX)",
         "forget": "apply stronger decay at inference, without training",

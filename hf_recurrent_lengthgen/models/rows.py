@@ -124,7 +124,7 @@ def read_rows(inputs: Mapping[str, Any], seen: int = 0) -> Rows:
 
 @torch.compiler.disable
 def _starts(forms: dict[str, Any], shape: tuple[int, int], real: Tensor | None) -> Tensor | None:
-    """Where sequences begin inside rows, (B, T), from the forms that tell it; None if none does."""
+    """Where sequences begin inside rows, (B, T), from the arguments that describe it; None if none begins."""
     by_form: dict[str, Tensor] = {}
     for name, value in forms.items():
         if name in BORDERS:

@@ -45,11 +45,11 @@ def decays_to_end(log_decays: Tensor) -> tuple[Tensor, Tensor]:
 
 def affine_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **_: object) -> AffineMap:
     """What T tokens do to a state; arguments as of `scan_ssd`."""
-    return ssd_affine(x, dt, dt * A, B)
+    return affine_ssd_of_decays(x, dt, dt * A, B)
 
 
-def ssd_affine(x: Tensor, dt: Tensor, g: Tensor, B: Tensor) -> AffineMap:
-    """`affine_ssd` of log decays g (B, T, H) of their own."""
+def affine_ssd_of_decays(x: Tensor, dt: Tensor, g: Tensor, B: Tensor) -> AffineMap:
+    """`affine_ssd` from log decays g (B, T, H)."""
     to_end, total = decays_to_end(g)
     u_BGMT = (x * (dt * to_end)[..., None]).unflatten(2, (B.shape[2], -1)).flatten(3).permute(0, 2, 3, 1)
     written = (u_BGMT @ B.transpose(1, 2)).unflatten(2, (-1, x.shape[3])).flatten(1, 2)
@@ -61,7 +61,7 @@ def affine_trapezoid(
 ) -> AffineMap:
     """What T tokens do to a state; arguments as of `scan_trapezoid`."""
     as_ssd = AsSSD.of(dt, g, share, w, x, B, C, D)
-    found = ssd_affine(as_ssd.x, as_ssd.steps, as_ssd.g, as_ssd.keys)
+    found = affine_ssd_of_decays(as_ssd.x, as_ssd.steps, as_ssd.g, as_ssd.keys)
     decay = found.factor * torch.eye(B.shape[3], dtype=g.dtype, device=g.device)
     return AffineMap(as_ssd.decayed(decay), as_ssd.after(found.written), is_matrix=True)
 

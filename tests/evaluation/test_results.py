@@ -144,6 +144,8 @@ def test_a_wrong_value_inside_a_comparison_is_named_by_its_path(comparison: Comp
         ValueError, match=r"models\[1\]\.role: .*'base', 'intervention', 'control' or 'other', got 'cure'"
     ):
         from_json(edited(text, lambda d: d["models"][1].update(role="cure")), Comparison)
+    older = from_json(edited(text, lambda d: d["models"][1].update(role="cured")), Comparison)
+    assert older.models[1].role == "intervention"
     with pytest.raises(ValueError, match="at least one model"):
         from_json(edited(text, lambda d: d.update(models=[])), Comparison)
 

@@ -287,12 +287,9 @@ def _of_optimizer(args: TrainingArguments, optimizer: Any, groups: list[dict[str
 def _of_method(trainer: Any, args: InitialStateConfig) -> dict[str, Value]:
     """Settings of the method that have an effect."""
     used = args.method_settings() | {"bptt_window": trainer.bptt_window}
-    left_out = (
-        _NO_EFFECT
-        if args.alignment_alpha
-        else (*_NO_EFFECT, *(name for name in used if name.startswith("alignment_")))
-    )
-    return {name: _plain(value) for name, value in used.items() if value is not None and name not in left_out}
+    unused = () if args.alignment_alpha else "alignment_"
+    shown = {name: value for name, value in used.items() if name not in _NO_EFFECT and not name.startswith(unused)}
+    return {name: _plain(value) for name, value in shown.items() if value is not None}
 
 
 def _of_other(args: TrainingArguments) -> dict[str, Value]:

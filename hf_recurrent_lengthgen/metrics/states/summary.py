@@ -95,7 +95,7 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
     }
     shares = [f"{name} {harm_share_text(patching, group.restored)}" for name, group in exchanged.items() if group]
     if shares:
-        sentences.append(f"Share of it that the short context's remove: {', '.join(shares)}.")
+        sentences.append(f"Share of it that goes away with the states of the short context: {', '.join(shares)}.")
     alone = list({group.heads: group for group in patching.groups if len(group.heads) == 1}.values())
     worst = max(alone, key=lambda group: group.broken.mean) if len(alone) > 1 else None
     low = [group.broken.low for group in alone if group.broken.low is not None] or None
