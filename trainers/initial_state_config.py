@@ -32,12 +32,14 @@ class InitialStateConfig(TrainingArguments):
     )
     alignment_min_extra: int = option(1, "Smallest shift l_extra between the two crops, in tokens. Default 1.")
     alignment_max_extra: int | None = option(
-        None, "Largest shift l_extra between the two crops, in tokens. Default: T/2, or what the context allows."
+        None,
+        "Largest shift l_extra between the two crops, in tokens. Default: T/2, but at most T - "
+        "alignment_min_context - 1, which leaves one aligned token.",
     )
     alignment_min_context: int | None = option(
         None,
-        "Least tokens before an aligned one in both crops. Default: T/2, the paper's listing (D); "
-        "0 aligns all tokens that the crops share, as its text does (4.2).",
+        "Number of tokens that an aligned token has before it in both crops, at least. Default: T/2, as in the "
+        "paper's listing (appendix D); 0 aligns all common tokens, as in its section 4.2.",
     )
     alignment_divergence: Literal["sce", "jeffreys"] = option(
         "sce",
@@ -65,9 +67,9 @@ class InitialStateConfig(TrainingArguments):
     )
     bptt_window: int | None = option(
         None,
-        "Number of chunks after which the gradient through the state is stopped, counted from the end of the "
-        "sequence. Each group of so many chunks has its own backward pass; groups without labels run forward only. "
-        "Default: never; 1 for TBTT on examples.",
+        "Number of chunks in a group; the groups are counted from the end of the sequence. The gradient through the "
+        "state flows within a group only. Each group has its own backward pass; groups without labels run forward "
+        "only. Default: all chunks are one group; 1 for TBTT on long examples.",
     )
 
     # Parameters that control how processes split sequences

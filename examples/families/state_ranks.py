@@ -73,8 +73,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     for name in (name for name in names if f"{name}-state-passing" in results):
         base = results[f"{name}-base"]
         cells = [*both(name, "counted"), *both(name, "entropy"), *both(name, "low", 0)]
-        rows.append([name, f"{base['matrices']} of {base['most']:g}", *cells])
-    heads = ["pair", "states"]
+        rows.append([name, str(base["matrices"]), f"{base['most']:g}", *cells])
+    heads = ["pair", "matrices", "largest rank"]
     heads += [f"{what}, {kind}" for what in ("counted", "entropy", "low") for kind in ("base", "after state passing")]
     return markdown(heads, rows)
 

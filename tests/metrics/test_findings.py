@@ -27,18 +27,18 @@ def test_a_finding_names_its_numbers(demo: Comparison) -> None:
         "positions 512 to 1,024",
         "+1.400 (+1.390 to +1.410) nats per byte",
         "last 16 tokens",
-        "4.06 times",
+        "multiplies the perplexity by 4.06",
     ):
         assert numbers in base
     for numbers in (
-        "1% of the excess loss of base",
+        "1% of that of base",
         "minus that of base is +0.030",
         "still uses",
         "position 4 minus that around 15",
         "0.250",
     ):
         assert numbers in intervention
-    assert "86% of the excess loss of base" in control
+    assert "86% of that of base" in control
     useless = findings(Comparison("", (compared("intervention", "sp", 0.0, context_use=0.005),)))[0]
     assert "is not shown to use its context" in useless.detail
 
@@ -111,7 +111,7 @@ def test_an_intervention_is_judged_against_the_base_with_its_window_of_attention
         assert told["intervention None"].headline == "intervention None fails beyond 64 tokens, with less excess loss"
         assert told["intervention 8"].headline == "intervention 8 generalizes to 1,024 tokens"  # as the base does
         assert "minus that of base 8 is" in told["intervention 8"].detail
-    assert "none of the excess loss of base None" in findings(Comparison("", tuple(models)))[1].detail
+    assert "excess loss is 0% of that of base None" in findings(Comparison("", tuple(models)))[1].detail
 
 
 OPTIONS = {"data": "my text.txt", "length": 512, "sequences": 8}

@@ -38,8 +38,9 @@ def verdict(models: Sequence[ComparedModel], retrievals: Sequence[RetrievalResul
     start, stop = own.harm.last_range
     shown = partial(interval_text, sign=True, bounds=" [{}, {}]")
     text = (
-        f"**{_headline(models, vocab_size)}** At positions {start:,} to {stop:,}, its loss with the whole text is "
-        f"{shown(own.harm.last)} nats per {unit} compared with only the last {length:,} {unit}s"
+        f"**{_headline(models, vocab_size)}** At positions {start:,} to {stop:,}, its excess loss from context (the "
+        f"loss with the whole text minus the loss with at most the last {length:,} {unit}s) is {shown(own.harm.last)} "
+        f"nats per {unit}"
     )
     for model in _references(models):
         text += f"; for {COMPARED[model.role]}, it is {shown(model.evaluation.harm.last)}"
@@ -87,7 +88,7 @@ def known_failures(result: EvaluationResult, vocab_size: int | None) -> list[str
     if vocab_size and result.in_window.loss.mean >= (guess := math.log(vocab_size)):
         failures.append(f"its loss is not below {guess:.3f}, the loss of a uniform guess among all tokens")
     if status(result) == "fails":
-        last = f"only the last {result.training_length:,} {result.data.token_unit}s"
+        last = f"at most the last {result.training_length:,} {result.data.token_unit}s"
         place = f", from position {start:,} on" if start else ""
         failures.append(f"on longer texts it predicts worse than with {last}{place}")
     elif start is not None:

@@ -91,16 +91,22 @@ def evaluation_rows(models: Sequence[Any]) -> list[Row]:
             lambda model: cell(model.evaluation.in_window.context_use, sign=True),
         ),
         Row(
-            "Perplexity stays within Definition 3.2 to",
-            f"by means alone, {tolerance} above the best bin, tokens; also depends on how hard the texts get",
-            lambda model: f"{model.evaluation.verdict.holds_to:,}",
+            f"Mean perplexity more than {tolerance} above its best from",
+            "Definition 3.2, tokens; also where the texts get harder",
+            lambda model: tokens(_mean_above(model.evaluation), "nowhere"),
         ),
         Row(
-            "Perplexity shown above Definition 3.2 from",
-            "the same limit, with intervals, tokens",
+            f"The same, with {first.confidence:.0%} confidence",
+            "tokens",
             lambda model: tokens(model.evaluation.verdict.violated_from, "not shown"),
         ),
     ]
+
+
+def _mean_above(evaluation: EvaluationResult) -> int | None:
+    """The position from which the mean perplexity is above its best, if there is one."""
+    place = evaluation.verdict.holds_to
+    return place if place < evaluation.evaluated_length else None
 
 
 def definitions(evaluation: EvaluationResult) -> str:
@@ -111,8 +117,8 @@ def definitions(evaluation: EvaluationResult) -> str:
         f"Intervals are {evaluation.confidence:.0%} t-intervals over {evaluation.sequences} sequences, paired for "
         "differences. A model fails if the interval of its excess loss from context in the last doubling of the "
         f"position is above {evaluation.harm.threshold:g}, generalizes if it is at or below, and is inconclusive "
-        "otherwise. The first bin above a limit is named with this confidence for all bins together, so its own "
-        "interval may be above the limit earlier, and a measurement of more texts may name an earlier bin. "
+        "otherwise. The first bin above a limit is named with this confidence for all bins together; the band in a "
+        "figure is for each bin alone, so it may leave the limit earlier. Other or more texts may name another bin. "
         "Definition 3.2 is from Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), applied to logarithmic position bins: "
         f"after the best bin inside the training length (for {evaluation.model}: positions {start:,} to {stop:,}), "
         "perplexity must not rise by more than the tolerance. It cannot distinguish a model that gets worse from "

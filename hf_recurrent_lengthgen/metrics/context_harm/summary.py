@@ -62,9 +62,9 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
     }[verdict]
     details = [
         f"At {range_text(harm.last_range)} the excess loss from context is {interval_text(harm.last, sign=True)} nats "
-        f"per {evaluation.data.token_unit}: the loss after the whole text minus the loss after only the last "
-        f"{evaluation.training_length:,} tokens. The perplexity is {math.exp(min(harm.last.mean, 700.0)):,.2f} times "
-        "as high."
+        f"per {evaluation.data.token_unit}: the loss after the whole text minus the loss after at most the last "
+        f"{evaluation.training_length:,} tokens. So the earlier text multiplies the perplexity by "
+        f"{math.exp(min(harm.last.mean, 700.0)):,.2f}."
     ]
     if base is not None and status(base.evaluation) == "fails":
         share = harm.last.mean / base.evaluation.harm.last.mean
@@ -74,8 +74,8 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
             headline = f"{name} generalizes to {length} too: more steps alone are enough"
         elif verdict == "generalizes" and model.role == "intervention" and share < HALF:
             headline = f"{name} restores length generalization to {length}"
-        percent = number_text(share, ".0%") if share > 0 else "none"
-        details.append(f"That is {percent} of the excess loss of {base.evaluation.model}.")
+        percent = number_text(max(share, 0.0), ".0%")
+        details.append(f"The excess loss is {percent} of that of {base.evaluation.model}.")
     if base is not None and model.role == "intervention":
         cost = number_text(evaluation.in_window.loss.mean - base.evaluation.in_window.loss.mean, "+.3f")
         details.append(f"Inside the training length, its loss minus that of {base.evaluation.model} is {cost}.")
