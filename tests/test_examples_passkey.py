@@ -1,5 +1,6 @@
 """The passkey study runs in miniature; its tokenizer has all words."""
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -138,4 +139,35 @@ def test_rows_of_questions_have_tokens_for_all_their_words(example: Any, tmp_pat
         assert 0 not in study.tokenizer(sentence).input_ids
     assert len(ids) == 128
     assert study.tokenizer.decode(row["labels"][row["labels"] >= 0]).split()[0] in names["PLACES"]
-    assert len(study.text(5)[0]["input_ids"]) == 128
+    both = study.text_and_questions(5, seed=0)
+    assert {len(both[index]["input_ids"]) for index in range(len(both))} == {128}
+
+
+def test_answers_within_a_story_are_the_places_of_the_last_facts(example: Any, tmp_path: Path) -> None:
+    names = example("passkey/questions.py")
+    study = names["QuestionsStudy"](Namespace(tiny=True, output=tmp_path, results=tmp_path, report=False))
+    place, person = "|".join(names["PLACES"]), "|".join(names["PEOPLE"])
+    moved = "|".join(f"{act} the" for act in names["MOVES"])
+    fact, question = rf"({person}) (?:{moved}) ({place})", rf"Where is ({person}) \? \s*Answer: ({place})"
+    checked = 0
+    for row in (study.many_questions(60, seed=0)[index] for index in range(0, 60, 2)):  # qa1
+        text = study.tokenizer.decode(row["input_ids"])
+        assert len(row["input_ids"]) == 128
+        at: dict[str, str] = {}
+        answers = []
+        for match in re.finditer(
+            rf"({person}) (?:{moved}) ({place})|Where is ({person}) \? \s*Answer: ({place})", text
+        ):
+            who, where, asked, answer = match.groups()
+            at |= {who: where} if who else {}
+            if asked:
+                assert answer == at[asked]
+                answers.append(answer)
+        labelled = [
+            word
+            for word in study.tokenizer.decode(row["labels"][row["labels"] >= 0]).split()
+            if word in names["PLACES"]
+        ]
+        assert labelled[: len(answers)] == answers
+        checked += len(answers)
+    assert checked > 60

@@ -49,7 +49,9 @@ def word_tokenizer(texts: Iterable[str], others: Iterable[str] = (), count: int 
     words = dict.fromkeys([*fixed, *sorted(names), *others, *digits, *(word for word, _ in frequent)])
     vocabulary = {word: place for place, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<other>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
+    several = [word for word in others if len(re.findall(WORD, word)) > 1]
+    phrases = "".join(f"{re.escape(phrase)}|" for phrase in sorted(several, key=len, reverse=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(phrases + WORD), "removed", invert=True)
     fast: Any = PreTrainedTokenizerFast
     return fast(tokenizer_object=tokenizer, unk_token="<other>", pad_token="<other>", eos_token="<end>")  # type: ignore[no-any-return]
 

@@ -28,6 +28,7 @@ from study_pages import band, fill, legend_below, markdown, mean_and_range, pane
 
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, evaluation_sequences, standard_library_corpus
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
+from hf_recurrent_lengthgen.data.tasks.answers import encode_answer, encode_next
 from hf_recurrent_lengthgen.data.tasks.babilong import BabilongPrompts, BabiQuestion
 from hf_recurrent_lengthgen.data.tasks.grids import BabilongGrid
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
@@ -43,59 +44,123 @@ MOVES = ("moved to", "went to", "journeyed to", "travelled to", "went back to")
 TAKES, DROPS = ("got", "took", "grabbed", "picked up"), ("dropped", "left", "discarded", "put down")
 TASKS = ("qa1", "qa2")
 WORDS = sorted({word for name in (*PEOPLE, *THINGS, *PLACES, *MOVES, *TAKES, *DROPS) for word in name.split()})
-OTHERS = (*WORDS, "the", "there", "Where", "Text", "Question", "Answer", ":")
+PHRASES = (*(f"{act} the" for act in (*MOVES, *TAKES, *DROPS)), "\nQuestion:", "\nAnswer:")
+"""One token each, so that a convolution of four tokens reads a person with the place, or with "Answer"."""
+OTHERS = (*WORDS, *PHRASES, "the", "there", "Where", "Text", "Question", "Answer", ":")
+BETWEEN = 16
+"""Words of text before a fact in `ManyQuestions`, at most."""
 TEXTS, TEXT_LENGTH = 16, 4096
 """Of Python's sources, on which the loss is measured."""
 
 
 class Reading(NamedTuple):
-    """How a base is trained further on text."""
+    """How a base is trained further: on text, or on text and questions in equal parts, like the base itself."""
 
     label: str
     color: str
     trainer: type[InitialStateTrainer] | None
+    questions: bool = False
 
 
 READINGS = {
     "base": Reading("base", "#d55e00", None),
-    "plain": Reading("plain training", "#a8780f", ZeroStateTrainer),
-    "state_passing": Reading("state passing", "#0072b2", StatePassingTrainer),
-    "tbtt": Reading("TBTT", "#009e73", TbttTrainer),
+    "plain": Reading("plain training on text", "#a8780f", ZeroStateTrainer),
+    "state_passing": Reading("state passing on text", "#0072b2", StatePassingTrainer),
+    "tbtt": Reading("TBTT on text", "#009e73", TbttTrainer),
+    "plain_both": Reading("plain training on both", "#5b636d", ZeroStateTrainer, True),
+    "state_passing_both": Reading("state passing on both", "#aa4499", StatePassingTrainer, True),
 }
-ARMS = (*READINGS, *(f"{name}/tuned" for name in READINGS))
+ARMS = (*READINGS, *(f"{name}/tuned" for name, reading in READINGS.items() if not reading.questions))
 
 
-def drawn_question(random: np.random.Generator, task: str, most: int) -> BabiQuestion:
-    """A story of 4 to `most` facts, or of more until a question is possible, and a question on it, worded as in bAbI
-    (Weston et al., 2015, Table 1)."""
-    facts: list[str] = []
-    at, since, holder = dict[str, str](), dict[str, int](), dict[str, str]()
-    size, asked_of = int(random.integers(4, most + 1)), PEOPLE if task == "qa1" else THINGS
-    while len(facts) < size or not any(name in at for name in asked_of):
+class Story:
+    """Facts of a bAbI task in its wording (Weston et al., 2015, Table 1), one after the other, and questions on them.
+
+    Attributes:
+        facts: Sentences so far.
+        at: Place of each person and thing.
+        since: Index of the fact that determines this place.
+        holder: Person who has a thing.
+    """
+
+    def __init__(self, task: str) -> None:
+        self.task, self.facts = task, list[str]()
+        self.at, self.since, self.holder = dict[str, str](), dict[str, int](), dict[str, str]()
+
+    def add_fact(self, random: np.random.Generator) -> str:
+        at, holder = self.at, self.holder
         person = str(random.choice(PEOPLE))
         here, held = at.get(person), [thing for thing in THINGS if holder.get(thing) == person]
         free = [thing for thing in THINGS if here and thing not in holder and at.get(thing, here) == here]
-        acts = [MOVES] if task == "qa1" else [MOVES, MOVES, *([TAKES] if free else []), *([DROPS] if held else [])]
+        acts = [MOVES]
+        if self.task == "qa2":
+            acts = [MOVES, MOVES, *([TAKES] if free else []), *([DROPS] if held else [])]
         act = acts[int(random.integers(len(acts)))]
         others = [place for place in PLACES if place != here]
         name = str(random.choice(others if act is MOVES else free if act is TAKES else held))
-        facts.append(f"{person} {random.choice(act)} the {name}{'' if act is MOVES else ' there'}.")
+        self.facts.append(f"{person} {random.choice(act)} the {name}{'' if act is MOVES else ' there'}.")
         if act is MOVES:
-            moved, place = (person, *held), name
-            at |= dict.fromkeys(moved, place)
-            since |= dict.fromkeys(moved, len(facts) - 1)
+            at |= dict.fromkeys((person, *held), name)
+            self.since |= dict.fromkeys((person, *held), len(self.facts) - 1)
         elif act is TAKES:
-            holder[name], at[name], since[name] = person, at[person], len(facts) - 1
+            holder[name], at[name], self.since[name] = person, at[person], len(self.facts) - 1
         else:
             del holder[name]
-    name = str(random.choice([name for name in asked_of if name in at]))
-    question = f"Where is {'' if task == 'qa1' else 'the '}{name}?"
-    return BabiQuestion(tuple(facts), question, at[name], (since[name],))
+        return self.facts[-1]
+
+    def question(self, random: np.random.Generator) -> BabiQuestion | None:
+        """Where is a person (qa1) or a thing (qa2)? None if no place is known yet."""
+        names = [name for name in (PEOPLE if self.task == "qa1" else THINGS) if name in self.at]
+        if not names:
+            return None
+        name = str(random.choice(names))
+        question = f"Where is {'' if self.task == 'qa1' else 'the '}{name}?"
+        return BabiQuestion(tuple(self.facts), question, self.at[name], (self.since[name],))
+
+
+def drawn_question(random: np.random.Generator, task: str, most: int) -> BabiQuestion:
+    """A question after a story of 4 to `most` facts, or of more until a question is possible."""
+    story, size, question = Story(task), int(random.integers(4, most + 1)), None
+    while len(story.facts) < size or question is None:
+        story.add_fact(random)
+        question = story.question(random) if len(story.facts) >= size else None
+    return question
 
 
 def drawn_questions(task: str, count: int, seed: int, most: int = 8) -> list[BabiQuestion]:
     random = np.random.default_rng([seed, TASKS.index(task)])
     return [drawn_question(random, task, most) for _ in range(count)]
+
+
+class ManyQuestions(Dataset):
+    """Sequences of one story each, with a question after half of its facts, and the loss on all answers.
+
+    Up to `BETWEEN` words of text stand before each fact, in every third sequence none.
+    """
+
+    def __init__(self, tokenizer: Any, background: list[int], length: int, items: int, seed: int) -> None:
+        self.tokenizer, self.background, self.length = tokenizer, background, length
+        self.items, self.seed = items, seed
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        random = np.random.default_rng([self.seed, index])
+        story, between = Story(TASKS[index % 2]), BETWEEN if index % 3 else 0
+        ids, labels = list[int](), list[int]()
+        while len(ids) < self.length:
+            start, count = int(random.integers(len(self.background) - between)), int(random.integers(between + 1))
+            fact = encode_next(self.tokenizer, f" {story.add_fact(random)}")
+            added = self.background[start : start + count] + fact
+            question = story.question(random) if random.random() < 0.5 else None
+            if question:
+                added += encode_next(self.tokenizer, f"\nQuestion: {question.question}\nAnswer:")
+            ids, labels = ids + added, labels + [-100] * len(added)
+            if question:
+                answer, _ = encode_answer(self.tokenizer, question.answer)
+                ids, labels = ids + answer, labels + answer
+        return {"input_ids": torch.tensor(ids[: self.length]), "labels": torch.tensor(labels[: self.length])}
 
 
 class QuestionsStudy(KeysStudy):
@@ -107,7 +172,7 @@ class QuestionsStudy(KeysStudy):
         super().__init__(options)
         self.settings = replace(self.settings, parts=(), samples=8 if options.tiny else 100)
         if not options.tiny:
-            self.settings = replace(self.settings, lengths=SETTINGS.lengths[1:8], tuning_steps=500)
+            self.settings = replace(self.settings, lengths=SETTINGS.lengths[1:8], base_steps=1600)
         corpus = standard_library_corpus()
         self.background = {split: [text[:6000] for text in corpus.texts(split)] for split in ("train", "validation")}
         size = min(TEXT_LENGTH, 8 * self.settings.length) if options.tiny else TEXT_LENGTH
@@ -123,9 +188,14 @@ class QuestionsStudy(KeysStudy):
         drawn = [question for task in TASKS for question in drawn_questions(task, samples // 2 + 1, seed)]
         return BabilongPrompts(self.tokenizer, drawn, self.background["train"], self.settings.length, seed)
 
-    def text(self, rows: int) -> Dataset:
+    def many_questions(self, items: int, seed: int) -> Dataset:
+        return ManyQuestions(self.tokenizer, self.streams["train"].tolist(), self.settings.length, items, seed)
+
+    def text_and_questions(self, steps: int, seed: int) -> Dataset:
+        half = steps * self.settings.rows // 2
         blocks = PackedBlocks(self.streams["train"], self.settings.length - 1)
-        return Subset(blocks, [place % len(blocks) for place in range(rows)])
+        text = Subset(blocks, [place % len(blocks) for place in range(half)])
+        return ConcatDataset([text, self.many_questions(half, seed)])
 
     def arm(self, name: str, seed: int, checkpoint: bool = False) -> Result | None:
         settings = self.settings
@@ -134,14 +204,18 @@ class QuestionsStudy(KeysStudy):
         trainer: type[InitialStateTrainer] = ZeroStateTrainer
         if tuned:
             data, start = self.questions(steps * settings.rows, 2 * seed + 1), before
+        elif name == "questions":
+            rate, steps, start = settings.base_learning_rate, max(1, settings.base_steps // 4), ""
+            data = self.many_questions(steps * settings.rows, 2 * seed)
         elif name == "base":
-            rate, steps, start = settings.base_learning_rate, settings.base_steps, ""
-            half = steps * settings.rows // 2
-            data = ConcatDataset([self.text(half), self.questions(half, 2 * seed)])
+            rate, steps, start = settings.base_learning_rate, settings.base_steps, "questions"
+            data = self.text_and_questions(steps, 2 * seed + 1)
         else:
             data, start, steps = PackedBlocks(self.streams["train"], settings.length), "base", max(1, steps // 2)
             trainer = READINGS[name].trainer or ZeroStateTrainer
-            if trainer is TbttTrainer:
+            if READINGS[name].questions:
+                data = self.text_and_questions(steps, 2 * seed + EVALUATION_SEED + 1)
+            elif trainer is TbttTrainer:
                 data = ContinuedChunks(self.streams["train"], settings.length, 12)
         training = Training(steps, rate, start or None, settings.rows, settings.length)
         return self.run(name, seed, training, trainer, data, checkpoint, weight_decay=0.1)

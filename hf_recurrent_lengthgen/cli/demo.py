@@ -56,7 +56,7 @@ class MemoryBudget:
 
     sequences: int = 8
     chunks: int = 16
-    steps: int = 300
+    steps: int = 200
     learning_rate: float = 1e-3
     multiples: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     samples: int = 2
