@@ -13,8 +13,10 @@ INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
 # Two single-threaded workers are faster than two that fight over the cores. A file goes to one of them, so that what its
 # tests share is made once.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-# `make test-all EACH=2` runs each second case of a slow test, and all of hybrids.
+# `make test-all EACH=2` runs each second case of a slow test, and all of hybrids; the others are for kernels and releases.
 EACH := 1
+EACH_KERNEL := 1
+EACH_RELEASE := 3
 # What touches Transformers, Accelerate or PEFT.
 OF_RELEASES := $(addprefix tests/,checkpoints cli harness hybrids models surgery trainers)
 export TOKENIZERS_PARALLELISM := false
@@ -44,16 +46,16 @@ test-slow: $(INSTALLED) ## run what `make test` leaves out
 test-kernels: export OMP_NUM_THREADS := 1
 test-kernels: export TRITON_INTERPRET := 1
 test-kernels: $(INSTALLED_KERNELS) ## run GPU kernels on the CPU, in Triton's interpreter
-	PYTHONPATH=$(KERNELS) $(VENV)/bin/python $(PYTEST) tests/kernels
+	PYTHONPATH=$(KERNELS) $(VENV)/bin/python $(PYTEST) --each $(EACH_KERNEL) tests/kernels
 
 test-oldest: export OMP_NUM_THREADS := 1
 test-oldest: $(INSTALLED_OLDEST) ## run those that touch Transformers with the oldest supported versions
-	$(VENV_OLDEST)/bin/python $(PYTEST) -m "not slow" --each 3 $(OF_RELEASES)
+	$(VENV_OLDEST)/bin/python $(PYTEST) -m "not slow" --each $(EACH_RELEASE) $(OF_RELEASES)
 
 test-newest: export OMP_NUM_THREADS := 1
 test-newest: $(INSTALLED) ## run them with the newest releases of the registry, if any is newer than the pinned one
 	$(VENV)/bin/python .ci/newest.py $(VENV_NEWEST)
-	if [ -e $(VENV_NEWEST) ]; then $(VENV_NEWEST)/bin/python $(PYTEST) -m "not slow" --each 3 $(OF_RELEASES); fi
+	if [ -e $(VENV_NEWEST) ]; then $(VENV_NEWEST)/bin/python $(PYTEST) -m "not slow" --each $(EACH_RELEASE) $(OF_RELEASES); fi
 
 lint: $(INSTALLED) ## check style, formatting and types
 	$(VENV)/bin/ruff check .
