@@ -34,11 +34,12 @@ def test_a_study_runs(
     shutil.copy(FOLDER / "README.md", tmp_path)
     places = ("--output", tmp_path / "out", "--results", tmp_path / "results")
     example("mimetic/run.py", "--studies", "teacher", "--families", family, "--seeds", 4, "--tiny", *places)
-    teachers = {f"seed 4 recall/{family}/{start}/{rate}" for start in ("default", "one")}
+    teachers = {f"seed 4 {task}/{family}/default/{rate}" for task in ("recall", "text")}
+    teachers.add(f"seed 4 recall/{family}/one/{rate}")
     students = {
         f"seed 4 copying/{family}/layer_{layer}_of_{start}/{rate}"
         for layer in range(4)
-        for start in ("default", "one")
+        for start in ("default", "one", "default_on_text")
     }
     first = capsys.readouterr().out
     assert sorted(trained(first)) == sorted(teachers | students)

@@ -91,6 +91,9 @@ def teacher(family: str) -> Iterator[Row]:
         yield (STARTS[start], "the teacher, on recall"), Arm(start, RATE, "recall", family)
         for layer in range(Sizes().layers):
             yield (STARTS[start], f"layer {layer}"), Arm(f"layer {layer} of {start}", RATE, family=family)
+    for layer in range(Sizes().layers):
+        row = ("default", f"layer {layer}, trained on text")
+        yield row, Arm(f"layer {layer} of default on text", RATE, family=family)
 
 
 def sweeps(family: str) -> Iterator[Row]:

@@ -14,7 +14,13 @@ from torch.nn.utils import parametrize
 from transformers import set_seed
 
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.data import PaddingCollator
+from hf_recurrent_lengthgen.data import (
+    PackedBlocks,
+    PaddingCollator,
+    byte_tokenizer,
+    standard_library_corpus,
+    token_stream,
+)
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
@@ -71,7 +77,9 @@ class Arm:
         start: "default"; "one" or "all" for that many mimetic layers with the paper's switches of the family;
             "outside" for one whose parameter is the paper's, with c outside `A_log`; switches joined by "+" for one
             layer with these alone; "attention", or "linear N" for linear attention with a head dim of N, in place of
-            one layer; "layer I of START" for all layers as layer I of a model that was trained on recall from START.
+            one layer; "layer I of START" for all layers as layer I of a model that was trained on recall from START,
+            "layer I of START on text" of one that was trained on Python's sources.
+        task: A key of `TASKS`, or "text" for a teacher.
         changes: What differs from the `Sizes` of the family and task.
         tiny: Whether it has the sizes of `TINY`, which are not in its name.
     """
@@ -92,7 +100,8 @@ class Arm:
 
     @property
     def sizes(self) -> Sizes:
-        parts = (SMALLER.get(self.family, {}), TASKS[self.task], dict(self.changes), TINY if self.tiny else {})
+        of_task = TASKS.get(self.task, {})
+        parts = (SMALLER.get(self.family, {}), of_task, dict(self.changes), TINY if self.tiny else {})
         return Sizes(**{name: value for part in parts for name, value in part.items()})
 
     @property
@@ -100,13 +109,27 @@ class Arm:
         """The model whose layers this one starts from."""
         if not self.start.startswith("layer"):
             return None
-        return replace(self, start=self.start.rpartition(" ")[2], task="recall")
+        on_text = self.start.endswith(" on text")
+        return replace(self, start=self.start.split()[3], task="text" if on_text else "recall")
 
-    def data(self, seed: int) -> TaskStrings:
-        """Its training strings."""
+    def data(self, seed: int) -> "TaskStrings | TextBlocks":
+        """Its training sequences."""
         sizes = self.sizes
+        if self.task == "text":
+            return TextBlocks()
         lengths = (sizes.longest // 2, sizes.longest)
         return string_task(self.task, lengths, sizes.vocabulary, sizes.steps * sizes.rows, seed, sizes.begin)
+
+
+class TextBlocks(PackedBlocks):
+    """Bytes of Python's sources, as training sequences of a teacher."""
+
+    row_length = 64
+    vocab_size = len(byte_tokenizer())
+    record = None
+
+    def __init__(self) -> None:
+        super().__init__(token_stream(standard_library_corpus().texts("train"), byte_tokenizer()), self.row_length)
 
 
 @dataclass(frozen=True)
@@ -177,7 +200,10 @@ class StringStudy(Stages):
         return model
 
     def measure(self, model: Any, length: int, seed: int) -> Result:
-        """Shares of right symbols (teacher forcing) by multiple, and the area under their curve."""
+        """Shares of right symbols (teacher forcing) by multiple, and the area under their curve; of a teacher on text
+        nothing."""
+        if model.config.task is None:
+            return {}
         task = string_task(**model.config.task)
         lengths = [multiple * task.longest for multiple in self.settings.multiples]
         rows = EvaluationSettings(batch_size=64)
