@@ -133,11 +133,11 @@ def keep(config: pytest.Config, items: list[pytest.Item], chosen: Callable[[pyte
 
 def values_of(item: pytest.Item) -> list[Hashable]:
     """What each `parametrize` and each fixture with parameters gives to a case."""
-    given = {name: id(value) for name, value in getattr(item, "callspec", SimpleNamespace(params={})).params.items()}
+    values = {name: id(value) for name, value in getattr(item, "callspec", SimpleNamespace(params={})).params.items()}
     marked = [mark.args[0] for mark in item.iter_markers("parametrize")]
     names = [[name.strip() for name in (mark.split(",") if isinstance(mark, str) else mark)] for mark in marked]
-    together = [tuple(given.pop(name) for name in those) for those in names]
-    return [*together, *given.values()]
+    together = [tuple(values.pop(name) for name in those) for those in names]
+    return [*together, *values.values()]
 
 
 def covering(cases: Sequence[Sequence[Hashable]]) -> set[int]:

@@ -45,7 +45,7 @@ def rows(kind: str, longest: int = 10) -> st.SearchStrategy[list[str]]:
 
 
 def splits(length: int) -> st.SearchStrategy[list[int]]:
-    """Where the pieces of a text after the first begin: none, some, or single tokens."""
+    """Where the chunks of a text after the first begin: none, some, or single tokens."""
     inside = st.integers(1, max(1, length - 1))
     some = st.sets(inside, max_size=4).map(sorted) if length > 1 else st.just([])
     return st.one_of(some, st.just(list(range(1, length))))

@@ -121,7 +121,7 @@ def test_a_published_checkpoint_needs_no_import_of_ours() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
-def test_accelerate_knows_every_entry_of_the_configs(path: Path) -> None:
+def test_accelerate_supports_every_entry_of_the_configs(path: Path) -> None:
     config = load_config_from_file(str(path))  # refuses unknown entries
     written = yaml.safe_load(path.read_text())
     assert config.num_processes == (2 if written["use_cpu"] else 8 * written["num_machines"])
@@ -142,7 +142,7 @@ def test_a_model_learns_to_copy(tmp_path: Path, example: Any, capsys: pytest.Cap
     assert config["task"] == {"name": "copying", "length": [5, 10], "vocabulary": 16, "begin": True}
 
 
-def test_a_document_is_read_once_and_asked_from_the_file(
+def test_a_document_is_read_once_and_questioned_from_the_file(
     checkpoint: Path, tmp_path: Path, example: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"

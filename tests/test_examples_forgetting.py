@@ -82,9 +82,9 @@ def changing() -> np.ndarray:
 
 
 def search(model: nn.Module, tokens: np.ndarray, **options: Any) -> ForgettingSearch:
-    given = {"rules": GRID, "label": "toy", "data": DataRecord(DataSource("made up"))} | options
-    reading = {name: given.pop(name) for name in ("batch_size", "chunk_length") if name in given}
-    return search_forgetting(model, tokens, settings=EvaluationSettings(progress=False, **reading), **given)
+    arguments = {"rules": GRID, "label": "toy", "data": DataRecord(DataSource("made up"))} | options
+    reading = {name: arguments.pop(name) for name in ("batch_size", "chunk_length") if name in arguments}
+    return search_forgetting(model, tokens, settings=EvaluationSettings(progress=False, **reading), **arguments)
 
 
 def test_where_the_past_misleads_some_forgetting_is_best(changing: np.ndarray) -> None:
@@ -200,15 +200,15 @@ def test_the_tables_of_the_page_hold_the_numbers_of_the_result_file() -> None:
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     stages = json.loads((FOLDER / "forgetting.json").read_text())["stages"]
     tables = rows[2 : 2 + len(stages)], rows[-len(stages) :]
-    for line, by_octave, seeds in zip(*tables, stages.values(), strict=True):
+    for line, by_doubling, seeds in zip(*tables, stages.values(), strict=True):
         for quantity in ("harm_last", "in_window", "context_use"):
             mean = statistics.fmean(found[quantity]["mean"] for found in seeds.values())
             assert f"| {mean:{'+' if quantity == 'harm_last' else ''}.3f} " in line
         assert f"| {', '.join(seeds)} |" in line
         curves = [found["nll"] for found in seeds.values()]
-        octave = by_octave.split(" | ")[1:]
-        assert len(octave) == 7  # 64 to 8,192
-        for number, shown in enumerate(octave):
+        doublings = by_doubling.split(" | ")[1:]
+        assert len(doublings) == 7  # 64 to 8,192
+        for number, shown in enumerate(doublings):
             start = 64 * 2**number
             weights = [(b - a) * (start <= a < 2 * start) for a, b in pairwise(curves[0]["edges"])]
             means = [

@@ -146,7 +146,7 @@ def test_strings_in_a_stream_follow_others(begin: bool, names: dict[str, Any]) -
         model = names["new_model"](arm, data.row_length, seed).eval()
         task = names["string_task"](**model.config.task)
         rows = task.resized(task.longest, 9, names["EVALUATION_SEED"]).batch(range(9))
-        right = asked = 0
+        right = questions = 0
         for lane in range(3):
             whole = torch.cat([rows["input_ids"][lane + 3 * place] for place in range(3)])[None]
             with torch.no_grad():
@@ -154,10 +154,10 @@ def test_strings_in_a_stream_follow_others(begin: bool, names: dict[str, Any]) -
             labels, size = rows["labels"][lane + 6], rows["labels"].shape[1]
             for place in range(1, size - 1):  # without the end
                 if labels[place] != -100:
-                    asked += 1
+                    questions += 1
                     right += int(predicted[2 * size + place - 1] == labels[place])
-        shares.add(right / asked)
-        assert names["in_stream"](model, task, 3, before=2) == pytest.approx(right / asked)
+        shares.add(right / questions)
+        assert names["in_stream"](model, task, 3, before=2) == pytest.approx(right / questions)
     assert max(shares) > 0
 
 

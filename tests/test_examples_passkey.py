@@ -55,9 +55,9 @@ def test_the_second_mention_of_a_key_has_labels_too(example: Any) -> None:
 def test_keys_stand_where_the_study_of_windows_says(example: Any) -> None:
     names = example("passkey/windows.py")
     study = names["WindowsStudy"](Namespace(tiny=False, output="o", results="r", report=False))
-    for length, given in names["BETWEEN"].items():
-        grid = study.grid([1 - between / (length - names["SHORTEST"]) for between in given], 1)
-        for row, between in enumerate(given):
+    for length, distances in names["BETWEEN"].items():
+        grid = study.grid([1 - between / (length - names["SHORTEST"]) for between in distances], 1)
+        for row, between in enumerate(distances):
             (task,) = grid.tasks(row, length)
             assert task.distance == between + names["QUESTION"]
             assert len(task.prompt) + len(task.answer) == length
@@ -100,12 +100,12 @@ def test_the_base_of_a_new_task_reads_text_and_codes_and_no_passkey(example: Any
 
 
 @pytest.mark.parametrize("task", ["qa1", "qa2"])
-def test_stories_tell_where_people_and_things_are(task: str, example: Any) -> None:
+def test_stories_determine_where_people_and_things_are(task: str, example: Any) -> None:
     names = example("passkey/questions.py")
     answers = []
     for number, drawn in enumerate(names["drawn_questions"](task, 300, seed=3)):
         at: dict[str, str] = {}
-        told: dict[str, int] = {}
+        lines: dict[str, int] = {}
         held_by: dict[str, str] = {}
         for line, fact in enumerate(drawn.facts):
             person, *_, last = words = fact.removesuffix(".").split()
@@ -116,13 +116,13 @@ def test_stories_tell_where_people_and_things_are(task: str, example: Any) -> No
                 else:
                     assert thing not in held_by
                     assert at.get(thing, at[person]) == at[person]
-                    held_by[thing], at[thing], told[thing] = person, at[person], line
+                    held_by[thing], at[thing], lines[thing] = person, at[person], line
             else:
                 assert at.get(person) != last
                 for name in (person, *(thing for thing, by in held_by.items() if by == person)):
-                    at[name], told[name] = last, line
-        asked = drawn.question.removesuffix("?").split()[-1]
-        assert (drawn.answer, drawn.supporting) == (at[asked], (told[asked],)), number
+                    at[name], lines[name] = last, line
+        queried = drawn.question.removesuffix("?").split()[-1]
+        assert (drawn.answer, drawn.supporting) == (at[queried], (lines[queried],)), number
         assert len(drawn.facts) >= 4
         answers.append(drawn.answer)
     assert {answers.count(place) > 25 for place in set(answers)} == {True}
@@ -156,10 +156,10 @@ def test_answers_within_a_story_are_the_places_of_the_last_facts(example: Any, t
         at: dict[str, str] = {}
         answers = []
         for match in re.finditer(rf"{fact}|{question}", text):
-            who, where, asked, answer = match.groups()
+            who, where, queried, answer = match.groups()
             at |= {who: where} if who else {}
-            if asked:
-                assert answer == at[asked]
+            if queried:
+                assert answer == at[queried]
                 answers.append(answer)
         words = study.tokenizer.decode(row["labels"][row["labels"] >= 0]).split()
         labelled = [word for word in words if word in names["PLACES"]]

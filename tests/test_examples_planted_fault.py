@@ -58,12 +58,12 @@ def test_the_planted_head_is_named_and_its_short_state_removes_the_harm(
     assert keys.restored.mean < 0.2 * states.patching.harm.mean
     assert states.attention is not None
     assert states.attention.recurrent[-1].mean > 5 * abs(states.attention.attention[-1].mean)
-    told, silent = verdicts(Diagnosis("t", (broken, whole)))
-    assert told.headline.startswith("Planted fails beyond")
-    assert told.reason.startswith("The states of layer")
-    assert f"left the training distribution at {worst_head.leaves_at}" in told.reason
-    assert f"layer {place[0]}, head {place[1]}" in told.reason
-    assert "% of the excess loss" in told.reason
+    failing, silent = verdicts(Diagnosis("t", (broken, whole)))
+    assert failing.headline.startswith("Planted fails beyond")
+    assert failing.reason.startswith("The states of layer")
+    assert f"left the training distribution at {worst_head.leaves_at}" in failing.reason
+    assert f"layer {place[0]}, head {place[1]}" in failing.reason
+    assert "% of the excess loss" in failing.reason
     assert place not in {(head.layer, head.head) for head in states_of(whole).drifting}
     assert f"layer {place[0]}, head {place[1]}" not in silent.reason
     assert "fails" not in silent.headline

@@ -285,7 +285,7 @@ def test_the_runs_without_a_mimetic_start_take_the_best_rate(
 def test_rows_go_on_with_the_text_and_the_state_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     training = sys.modules["training"]
     monkeypatch.setattr(training, "_text", lambda _: torch.arange(500))
-    given: list[tuple[list[int], Any]] = []
+    read: list[tuple[list[int], Any]] = []
 
     class Counting(torch.nn.Module):
         """Its state is the last byte that each row has read."""
@@ -295,7 +295,7 @@ def test_rows_go_on_with_the_text_and_the_state_of_the_step_before(monkeypatch: 
             self.weight = torch.nn.Parameter(torch.zeros(()))
 
         def forward(self, input_ids: torch.Tensor, initial_state: Any = None, **_: Any) -> SimpleNamespace:
-            given.append((input_ids[:, 0].tolist(), initial_state and initial_state[0].recurrent.tolist()))
+            read.append((input_ids[:, 0].tolist(), initial_state and initial_state[0].recurrent.tolist()))
             final = (LayerState(input_ids[:, -1].float(), torch.zeros(len(input_ids), 0)),)
             return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 500) * self.weight, final_state=final)
 
@@ -303,13 +303,13 @@ def test_rows_go_on_with_the_text_and_the_state_of_the_step_before(monkeypatch: 
     losses = training._text_losses(Counting(), run, torch.Generator().manual_seed(0))
     assert all(loss.item() == pytest.approx(math.log(500)) for loss in islice(losses, 6))
     for first in (0, 3):
-        starts, state = given[first]
+        starts, state = read[first]
         assert state is None
         for number in (1, 2):
-            begins, carried = given[first + number]
+            begins, carried = read[first + number]
             assert begins == [start + 8 * number for start in starts]
             assert carried == [begin - 1 for begin in begins]
-    assert given[0][0] != given[3][0]
+    assert read[0][0] != read[3][0]
 
 
 @pytest.mark.usefixtures("modules")

@@ -28,16 +28,16 @@ def test_small_files_are_merged_into_one_sorted_file(arm_results: Any, tmp_path:
     running, other = (arm_results.ArmResults(tmp_path) for _ in range(2))
     running.merge()
     assert not list(tmp_path.iterdir())
-    given = {("mamba/base", 1): {"loss": 0.5}, ("mamba/base", 0): {"loss": 1.5}, ("gla/base", 10): {"x": [1, 2]}}
-    for (arm, seed), result in given.items():
+    values = {("mamba/base", 1): {"loss": 0.5}, ("mamba/base", 0): {"loss": 1.5}, ("gla/base", 10): {"x": [1, 2]}}
+    for (arm, seed), result in values.items():
         running.put(arm, seed, result)
-    assert other.arms() == sorted(given)
+    assert other.arms() == sorted(values)
     assert other.seeds("mamba/base") == [0, 1]
     other.merge()
     assert [file.name for file in tmp_path.iterdir()] == ["arms.jsonl"]
     lines = [json.loads(line) for line in (tmp_path / "arms.jsonl").read_text().splitlines()]
-    assert [(line["arm"], line["seed"]) for line in lines] == sorted(given)
-    for (arm, seed), result in given.items():
+    assert [(line["arm"], line["seed"]) for line in lines] == sorted(values)
+    for (arm, seed), result in values.items():
         assert running.get(arm, seed) == other.get(arm, seed) == result
     assert running.get("gla/base", 0) is None
 
@@ -115,7 +115,7 @@ def test_results_of_other_settings_are_none(shared: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         ([], "study/results"),
         (["--tiny"], "out/tiny_study"),
@@ -123,9 +123,9 @@ def test_results_of_other_settings_are_none(shared: Any, tmp_path: Path) -> None
     ],
 )
 def test_tiny_runs_have_results_of_their_own(
-    given: list[str], expected: str, shared: Any, monkeypatch: pytest.MonkeyPatch
+    options: list[str], expected: str, shared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py", "--output", "out", *given])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--output", "out", *options])
     parser: argparse.ArgumentParser = shared.options_of("", Path("study/results"))
     assert shared.parsed(parser).results == expected
 

@@ -156,9 +156,9 @@ def test_styles_and_facts_of_learned_states_are_what_they_are_called(example: An
     ids = study["facts_ids"](64, seed=1)
     assert ids.shape == (64, 9)
     assert len({tuple(row[:4]) for row in ids.tolist()}) == 64
-    rows, asked = study["examples"]("16 facts", 0, 1)
+    rows, prompts = study["examples"]("16 facts", 0, 1)
     assert all(row["labels"].tolist() == [-100] * 5 + row["input_ids"].tolist()[5:] for row in rows)
-    assert [row["input_ids"].tolist() for row in rows] == asked.tolist()
+    assert [row["input_ids"].tolist() for row in rows] == prompts.tolist()
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def author_file(path: Path) -> Path:
     return path
 
 
-def test_rows_of_the_published_model_are_problems_and_only_answers_are_asked(example: Any) -> None:
+def test_rows_of_the_published_model_are_problems_and_only_answers_are_labelled(example: Any) -> None:
     study = example("published/run.py")
     problems, tokens, labels = study["Problems"](40, 0), [11], [-100]
     for index in range(40):

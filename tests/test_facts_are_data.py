@@ -57,7 +57,7 @@ def test_other_words_give_the_same_facts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_what_a_model_forgot_is_told_by_its_field(window: int | None, tmp_path: Path) -> None:
+def test_what_a_model_forgot_is_reported_by_its_field(window: int | None, tmp_path: Path) -> None:
     checkpoint = recorded(NAME)
     if window is not None:
         config = checkpoint.config | {"forgetting": {"window": window}}

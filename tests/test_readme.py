@@ -1,4 +1,4 @@
-"""What the README tells people to run, run on a small checkpoint in place of the demo's."""
+"""What the README says to run, run on a small checkpoint in place of the demo's."""
 
 import re
 import shlex

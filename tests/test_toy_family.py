@@ -1,4 +1,4 @@
-"""A family that only this file knows goes through the whole package, and is refused by name where it says nothing."""
+"""A family that this file defines goes through the whole package, and is refused by name where it has nothing."""
 
 import json
 from pathlib import Path

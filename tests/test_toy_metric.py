@@ -1,4 +1,4 @@
-"""A metric that one file defines is measured, kept, drawn, told and carded, with no other file touched."""
+"""A metric that one file defines is measured, kept, drawn, reported and carded, with no other file touched."""
 
 import json
 import re
@@ -74,9 +74,9 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def diagnose(checkpoint: Path, text: Path, output: Path, training_length: int = 8) -> int:
-    given = ["--data", text, "--split", "train", "--sequences", 3, "--length", 64, "--output", output]
+    options = ["--data", text, "--split", "train", "--sequences", 3, "--length", 64, "--output", output]
     further = ["--training-length", training_length, "--parts", "toy entropy, misalignment"]
-    return main(["diagnose", str(checkpoint), *map(str, [*given, *further])])
+    return main(["diagnose", str(checkpoint), *map(str, [*options, *further])])
 
 
 def words(html: str) -> str:
@@ -127,7 +127,7 @@ def test_a_cell_that_defines_a_result_may_run_again() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("listed")
-def test_where_it_cannot_be_measured_the_reason_is_told(
+def test_where_it_cannot_be_measured_the_reason_is_reported(
     checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert diagnose(checkpoint, text_file, tmp_path / "out", training_length=16) == 0
@@ -137,7 +137,7 @@ def test_where_it_cannot_be_measured_the_reason_is_told(
 
 
 @pytest.mark.slow
-def test_a_metric_that_is_not_listed_is_refused_and_its_results_are_told_of(
+def test_a_metric_that_is_not_listed_is_refused_and_its_results_are_reported(
     checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     assert diagnose(checkpoint, text_file, tmp_path / "out") == 1

@@ -1,6 +1,6 @@
 """Runs code where this package cannot be imported.
 
-Importing torch and Transformers takes many seconds, so one process imports them, and forks one for each piece of code.
+Importing torch and Transformers takes many seconds, so one process imports them, and forks one for each block of code.
 """
 
 import atexit

@@ -81,9 +81,9 @@ def saved(name: str, tmp_path: Path) -> Path:
 
 
 def lora(name: str, option: str, base: Path) -> LoraConfig:
-    given = OPTIONS[option](embeddings(load_model(str(base))).rpartition(".")[2])
+    fields = OPTIONS[option](embeddings(load_model(str(base))).rpartition(".")[2])
     common = {"task_type": "CAUSAL_LM", "r": 2, "init_lora_weights": False}
-    return LoraConfig(**common | {"target_modules": TARGETS.get(name, ["in_proj"])} | given)
+    return LoraConfig(**common | {"target_modules": TARGETS.get(name, ["in_proj"])} | fields)
 
 
 @pytest.mark.thinned(5)

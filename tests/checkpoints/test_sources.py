@@ -38,7 +38,7 @@ def test_one_container_of_the_commit_is_downloaded_and_recorded(hub: Endpoint, t
     assert (lineage.source.name, lineage.source.on_hub, lineage.source.revision) == ("user/name", True, first)
     assert (lineage.source.license, set(lineage.source.files)) == ("mit", {"model.safetensors"})
     for name in ("pytorch_model.bin", "large.png"):
-        assert hub.asked("GET", name) == []
+        assert hub.requested("GET", name) == []
 
 
 def test_pickles_and_a_named_file_are_downloaded_where_there_is_no_safetensors(hub: Endpoint, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_pickles_and_a_named_file_are_downloaded_where_there_is_no_safetensors(h
     hub.put("user/several", {f"{name}.pth": (tmp_path / "a.pth").read_bytes() for name in "ab"})
     with pytest.raises(ValueError, match=r"if it holds \.pth files, give one, as user/several/FILE\.pth"):
         locate("user/several")
-    assert hub.asked("GET", r"/resolve/.*\.pth") == []
+    assert hub.requested("GET", r"/resolve/.*\.pth") == []
     source = locate("user/several/b.pth")
     assert (source.path.name, source.name) == ("b.pth", "user/several")
     with pytest.raises(ValueError, match=r"user/several/c\.pth is no local checkpoint, and cannot be downloaded"):
@@ -65,7 +65,7 @@ def test_pickles_and_a_named_file_are_downloaded_where_there_is_no_safetensors(h
         ("user/empty", None, "user/empty holds none of"),
     ],
 )
-def test_what_is_not_on_the_hub_is_told(
+def test_what_is_not_on_the_hub_is_reported(
     name: str, revision: str | None, message: str, hub: Endpoint, tmp_path: Path
 ) -> None:
     hub.put("user/name", contents(write_tiny_random_model("transformers", "mamba", tmp_path / "theirs")))
@@ -97,7 +97,7 @@ def steps(*kinds: str) -> Any:
     return SimpleNamespace(steps=tuple(made))
 
 
-def test_the_last_training_is_told_if_nothing_but_a_merge_follows() -> None:
+def test_the_last_training_is_reported_if_nothing_but_a_merge_follows() -> None:
     for kinds in (("train",), ("train", "merge"), ("expand", "train", "merge")):
         found: Any = last_training(steps(*kinds))
         assert (found.methods, found.steps, found.learning_rate) == (("state passing",), 7, 0.01)
@@ -108,15 +108,15 @@ def test_the_last_training_is_told_if_nothing_but_a_merge_follows() -> None:
 def test_lineage_and_card_are_those_of_the_commit_that_was_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, Any]] = []
+    requested: list[tuple[str, Any]] = []
 
     def download(name: str, file: str, revision: str | None = None, **_: Any) -> str:
-        asked.append((file, revision))
+        requested.append((file, revision))
         return str(tmp_path / "snapshots" / "abc" / file)
 
     monkeypatch.setattr(sources, "hf_hub_download", download)
     assert sources._loaded_commit("user/name") == tmp_path / "snapshots" / "abc"
-    assert asked == [("config.json", None), ("lineage.json", "abc"), ("README.md", "abc")]
+    assert requested == [("config.json", None), ("lineage.json", "abc"), ("README.md", "abc")]
 
 
 def test_a_verification_speaks_for_tokenizer_and_generation_too(tmp_path: Path) -> None:

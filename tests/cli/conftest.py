@@ -78,8 +78,8 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def measured(command: str, text_file: Path, output: Path, *arguments: Any) -> int:
     """Run a command on 3 sequences of 64 bytes."""
-    given = ["--data", text_file, "--split", "train", "--sequences", 3, "--length", 64, "--training-length", 8]
-    return main([command, *map(str, [*given, "--output", output, *arguments])])
+    common = ["--data", text_file, "--split", "train", "--sequences", 3, "--length", 64, "--training-length", 8]
+    return main([command, *map(str, [*common, "--output", output, *arguments])])
 
 
 @pytest.fixture
@@ -96,10 +96,10 @@ def diagnose(tmp_path: Path, text_file: Path) -> Evaluate:
 
 @pytest.fixture
 def train(tmp_path: Path, text_file: Path) -> Train:
-    """Run `lengthgen train` with tiny settings into `tmp_path / "out"`; an option given as None is left out."""
+    """Run `lengthgen train` with tiny settings into `tmp_path / "out"`; an option of None is left out."""
 
     def run(*first: str, **options: Any) -> int:
-        given = {"data": text_file, "output_dir": tmp_path / "out"} | TINY | options
-        return main(["train", *first, *flags(**{name: value for name, value in given.items() if value is not None})])
+        fields = {"data": text_file, "output_dir": tmp_path / "out"} | TINY | options
+        return main(["train", *first, *flags(**{name: value for name, value in fields.items() if value is not None})])
 
     return run

@@ -36,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(train: Run, config: Path) -> Run:
-    """Run `lengthgen train --task copying` with tiny settings; an option given as None is left out."""
+    """Run `lengthgen train --task copying` with tiny settings; an option of None is left out."""
     copying = {"model": config, "task": "copying", "task_length": 4, "task_vocabulary": 8}
     copying |= {"data": None, "training_length": None, "per_device_train_batch_size": 3}
     return lambda *first, **options: train(*first, **copying | options)
@@ -199,7 +199,7 @@ def copier(copied: int = 3) -> Any:
 
 @pytest.mark.thinned(7)
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("checkpoints", "expected"),
     [
         (["a/checkpoint-10", "a/checkpoint-9"], {"a": [9, 10]}),
         (["b/checkpoint-10", "a/checkpoint-9", "b/checkpoint-9"], {"b": [9, 10], "a": [9]}),
@@ -208,7 +208,7 @@ def copier(copied: int = 3) -> Any:
     ],
 )
 def test_checkpoints_of_a_run_are_drawn_over_its_steps(
-    given: list[str], expected: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: list[str], expected: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
     draw = figure.accuracy_over_steps_figure
@@ -218,7 +218,7 @@ def test_checkpoints_of_a_run_are_drawn_over_its_steps(
         "hf_recurrent_lengthgen.checkpoints.loading.load_model",
         lambda name, *_, **__: copier(2 if name.endswith("-9") else 3),
     )
-    names = [str(tmp_path / name) for name in given]
+    names = [str(tmp_path / name) for name in checkpoints]
     assert main(["accuracy", *names, "--output", str(tmp_path / "out"), "--lengths", "2,3", "--samples", "50"]) == 0
     shares = {9: {2: 1.0, 3: (2 + 1 / 6) / 3}, 10: {2: 1.0, 3: 1.0}}
     assert len(drawn) == bool(expected)
@@ -226,7 +226,7 @@ def test_checkpoints_of_a_run_are_drawn_over_its_steps(
         assert [*drawn[0][run]] == steps
         assert all(drawn[0][run][step] == pytest.approx(shares[step], abs=0.06) for step in steps)
     found = read_result(tmp_path / "out" / "accuracy.json", AccuracyComparison).models
-    in_order = [f"{run}/checkpoint-{step}" for run, steps in expected.items() for step in steps] or given
+    in_order = [f"{run}/checkpoint-{step}" for run, steps in expected.items() for step in steps] or checkpoints
     assert all(name.endswith(result.model) for name, result in zip(in_order, found, strict=True))
 
 

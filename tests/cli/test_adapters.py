@@ -199,14 +199,14 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "told"), SPOILED.values(), ids=SPOILED.keys())
-def test_an_adapter_that_does_not_fit_is_refused(copied: Path, spoil: Callable[[Path], object], told: str) -> None:
+@pytest.mark.parametrize(("spoil", "message"), SPOILED.values(), ids=SPOILED.keys())
+def test_an_adapter_that_does_not_fit_is_refused(copied: Path, spoil: Callable[[Path], object], message: str) -> None:
     spoil(copied)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         load_model(str(copied))
 
 
-def test_a_base_that_was_moved_is_given(copied: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_base_that_was_moved_is_passed(copied: Path, checkpoint: Path, tmp_path: Path) -> None:
     edit(copied, base_model_name_or_path=str(tmp_path / "gone"))
     assert run("merge", copied, "--base", checkpoint, "--output", tmp_path / "merged") == 0
     with pytest.raises(ValueError, match="holds no adapter, so it has no base"):
@@ -239,12 +239,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("options", "told"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_an_adapter_that_would_do_nothing_is_refused(
-    checkpoint: Path, text_file: Path, tmp_path: Path, options: tuple[Any, ...], told: str, capsys: Any
+    checkpoint: Path, text_file: Path, tmp_path: Path, options: tuple[Any, ...], message: str, capsys: Any
 ) -> None:
     assert train(checkpoint, tmp_path / "out", text_file, *options) == 1
-    assert re.search(told, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 
@@ -253,7 +253,7 @@ def test_a_base_that_peft_would_load_otherwise_is_to_be_converted(
 ) -> None:
     bytes_ = ("--tokenizer", "bytes", "--lora-r", 2)
     assert train(stock_checkpoint, tmp_path / "out", text_file, *bytes_) == 1
-    assert "is of type 'mamba2', so PEFT would load the adapter onto that class" in (told := capsys.readouterr().err)
-    assert "lengthgen convert" in told
+    assert "is of type 'mamba2', so PEFT would load the adapter onto that class" in (error := capsys.readouterr().err)
+    assert "lengthgen convert" in error
     assert train(config_file, tmp_path / "out", text_file, "--lora-r", 2) == 1
     assert "give a checkpoint as model" in capsys.readouterr().err

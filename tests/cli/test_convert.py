@@ -40,7 +40,7 @@ def test_there_and_back(source: str, capsys: pytest.CaptureFixture[str]) -> None
     assert load_file("stock/model.safetensors").keys() == load_file("ours/model.safetensors").keys()
 
 
-def test_a_missing_tokenizer_is_told_with_the_official_one(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_tokenizer_is_reported_with_the_official_one(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", source, "--output", "ours"]) == 0
     said = capsys.readouterr().out
     assert "--tokenizer EleutherAI/gpt-neox-20b" in said
@@ -67,7 +67,7 @@ def test_mistakes_are_one_line(
     assert [path.name for path in Path().iterdir()] == ["theirs"]
 
 
-def test_what_a_file_does_not_say_is_told_and_can_be_set(
+def test_what_a_file_does_not_say_is_reported_and_can_be_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The epsilon of the heads."""
@@ -78,9 +78,9 @@ def test_what_a_file_does_not_say_is_told_and_can_be_set(
     assert "assumed head_size_divisor 8. If that is wrong, give --set head_size_divisor=VALUE." in said
     assert "holds no tokenizer" in said
     assert "rwkv-6-world" not in said
-    assert main(["convert", "rwkv-5-ctx4096.pth", "--output", "told", "--set", "head_size_divisor=1"]) == 0
+    assert main(["convert", "rwkv-5-ctx4096.pth", "--output", "out", "--set", "head_size_divisor=1"]) == 0
     assert "assumed" not in capsys.readouterr().out
-    assert json.loads(Path("told/config.json").read_text())["head_size_divisor"] == 1
+    assert json.loads(Path("out/config.json").read_text())["head_size_divisor"] == 1
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["convert", "rwkv-5-ctx4096.pth", "--output", "not", "--set", "head_size_divisor"])

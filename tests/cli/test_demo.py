@@ -56,9 +56,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         "import sys; from pathlib import Path; from hf_recurrent_lengthgen.cli import demo, main\n"
         f"tiny = demo.{TINY!r}, demo.{MEMORY!r}\n"
         "run = demo.run_demo\n"
-        "demo.run_demo = lambda *given: run(*given, *tiny)\n"
-        f"given = ['--output', {str(output)!r}, '--seed', '3', '--memory-base', {str(MEMORY_BASE)!r}]\n"
-        "sys.exit(main.main(['demo', *given]))"
+        "demo.run_demo = lambda *arguments: run(*arguments, *tiny)\n"
+        f"arguments = ['--output', {str(output)!r}, '--seed', '3', '--memory-base', {str(MEMORY_BASE)!r}]\n"
+        "sys.exit(main.main(['demo', *arguments]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -72,7 +72,7 @@ def run_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_corpus: None
 
     def run(*arguments: str) -> int:
         with monkeypatch.context() as patch:
-            patch.setattr(demo, "run_demo", lambda *given: run_demo(*given, TINY, MEMORY))
+            patch.setattr(demo, "run_demo", lambda *args: run_demo(*args, TINY, MEMORY))
             return main(["demo", "--output", str(tmp_path / "out"), *arguments])
 
     return run
@@ -184,13 +184,13 @@ def test_a_part_2_that_fails_leaves_the_page_of_part_1(run_tiny: Callable[..., i
 def test_part_2_trains_on_up_to_16_chunks_and_tests_up_to_32(tmp_path: Path) -> None:
     (tmp_path / "a base").mkdir()
     (tmp_path / "a base/config.json").write_text('{"training_length": 32}')
-    far, control, asked = map(shlex.split, passkey_stages(tmp_path / "a base", tmp_path, demo.MEMORY).values())
-    (given, training, trainer), (_, plain, without) = (read_options(words[1:], None) for words in (far, control))
-    assert (given.model, given.task_length) == (str(tmp_path / "a base"), "32-512")
+    far, control, questions = map(shlex.split, passkey_stages(tmp_path / "a base", tmp_path, demo.MEMORY).values())
+    (settings, training, trainer), (_, plain, without) = (read_options(words[1:], None) for words in (far, control))
+    assert (settings.model, settings.task_length) == (str(tmp_path / "a base"), "32-512")
     assert (trainer, without) == (TbttTrainer, ZeroStateTrainer)
     same = ("max_steps", "learning_rate", "per_device_train_batch_size", "weight_decay")
     assert [getattr(training, name) for name in same] == [getattr(plain, name) for name in same]
-    options = retrieve.command_parser().parse_args(asked[1:])
+    options = retrieve.command_parser().parse_args(questions[1:])
     assert options.models == [str(tmp_path / name) for name in ("a base", *FAR)]
     assert options.lengths == [32, 64, 128, 256, 512, 1024]
 

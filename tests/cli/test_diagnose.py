@@ -83,8 +83,8 @@ def test_another_token_can_be_repeated(
     page = diagnosis_page(read_result(tmp_path / "out" / "result.json", Diagnosis))
     assert (tmp_path / "out" / "index.html").read_text(encoding="utf-8") == page
     assert diagnose(checkpoint, *prompt, "ab") != 0
-    told = "must be one token of the tokenizer, got 'ab', which it reads as 2 tokens"
-    assert told in capsys.readouterr().err
+    message = "must be one token of the tokenizer, got 'ab', which it reads as 2 tokens"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

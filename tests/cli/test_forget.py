@@ -92,8 +92,8 @@ def test_scales_are_found_on_a_text_and_named(
     checkpoint: Path, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    given = ["--data", text_file, "--length", 24, "--sequences", 8, "--device", "cpu", "--seed", 1]
-    assert forget(checkpoint, "--output", out, "--calibrate", "decay_scale", *given) == 0
+    common = ["--data", text_file, "--length", 24, "--sequences", 8, "--device", "cpu", "--seed", 1]
+    assert forget(checkpoint, "--output", out, "--calibrate", "decay_scale", *common) == 0
     shown = capsys.readouterr().out
     model, base = load_model(str(out)), load_model(str(checkpoint))
     scales = model.config.forgetting["decay_scale"]
@@ -107,7 +107,7 @@ def test_scales_are_found_on_a_text_and_named(
     assert found.scales == scales
     assert f"Loss of 8 x 24 tokens: {found.before:.3f} -> {found.after:.3f} nats per token." in shown
     assert found.after < found.before
-    many = [*given, "--sequences", 999]
+    many = [*common, "--sequences", 999]
     assert forget(checkpoint, "--output", tmp_path / "many", "--calibrate", "decay_scale", *many) == 1
     assert "999 sequences of 25 tokens need" in capsys.readouterr().err
     assert forget(checkpoint, "--output", tmp_path / "by hand", "--decay-scale", ",".join(map(str, scales))) == 0

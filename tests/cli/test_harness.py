@@ -24,13 +24,13 @@ def test_the_model_and_our_tasks_are_there_unless_others_are_named(run: list[lis
     others = ["-M", "hf", "--include_path", "mine", "--device", "meta"]
     (tmp_path / "run.yaml").write_text("tasks: piqa\nmodel: dummy\ninclude_path: mine\n")
     config = ["--config", str(tmp_path / "run.yaml")]
-    for given in (
+    for words in (
         [*ours, "--device", "meta"],
         ["run", *ours, *others],
         [*config, "--device", "cpu"],
         ["ls", "groups"],
     ):
-        assert main(["harness", *given]) == 0
+        assert main(["harness", *words]) == 0
     paths = ["--include_path", str(TASKS)]
     assert run == [
         ["run", *ours, "--device", "meta", *paths, "--model", "lengthgen"],

@@ -51,8 +51,8 @@ def test_what_helps_say_of_other_modules_is_so() -> None:
     assert {*FLOATS} == {*DTYPES}
     shown = " ".join(parser_of("diagnose").format_help().split())
     assert all(f"{part.name} {part.summary}" in shown for part in PARTS.values())
-    asked = vars(parser_of("verify").parse_args(["m"]))
-    assert asked["length"] == inspect.signature(verify_checkpoint).parameters["length"].default
+    options = vars(parser_of("verify").parse_args(["m"]))
+    assert options["length"] == inspect.signature(verify_checkpoint).parameters["length"].default
     assert f" {TOLERANCE:g}," in parser_of("verify").format_help()
     [style] = [action for action in parser_of("retrieve")._actions if action.dest == "task_style"]
     assert style.choices == (*PASSKEY_STYLES,)

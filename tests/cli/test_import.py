@@ -51,7 +51,7 @@ def test_the_metric_of_the_page_is_measured_from_the_command_line_and_read_by_th
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("value", "message"),
     [
         (
             "no_such_module",
@@ -64,16 +64,16 @@ def test_the_metric_of_the_page_is_measured_from_the_command_line_and_read_by_th
 )
 @pytest.mark.parametrize("command", ["evaluate", "diagnose", "retrieve", "accuracy"])
 def test_what_cannot_be_imported_is_refused_with_what_is_allowed(
-    command: str, given: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, value: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "json.py").touch()
     (tmp_path / "needs.py").write_text("import something_else")
-    if "needs" in given:
+    if "needs" in value:
         with pytest.raises(ModuleNotFoundError, match=message):  # a fault of the user's file has its traceback
-            main([command, "m", "--import", given.format(folder=tmp_path)])
+            main([command, "m", "--import", value.format(folder=tmp_path)])
         sys.modules.pop("needs")
         return
-    assert main([command, "m", "--import", given.format(folder=tmp_path)]) == 1
+    assert main([command, "m", "--import", value.format(folder=tmp_path)]) == 1
     assert message in capsys.readouterr().err
 
 
@@ -106,6 +106,6 @@ def test_a_refused_type_lists_each_supported_one_once(tmp_path: Path) -> None:
     assert str(refused.value).count(" mamba2,") == 1
 
 
-def test_a_checkpoint_without_tokenizer_is_told_of_bytes(stock_checkpoint: Path) -> None:
+def test_a_checkpoint_without_tokenizer_is_referred_to_bytes(stock_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="--tokenizer bytes"):
         loading.load_tokenizer(str(stock_checkpoint))

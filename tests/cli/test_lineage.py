@@ -77,9 +77,9 @@ def test_each_command_goes_on_with_the_lineage_of_its_start(checkpoint: Path, tm
     lineage: Any = read_lineage(tmp_path / "forgets")
     assert lineage.source == source
     assert lineage.steps[0] == converted
-    told = [(step.kind, step.description, step.training is not None) for step in lineage.steps[1:]]
+    steps = [(step.kind, step.description, step.training is not None) for step in lineage.steps[1:]]
     config = json.loads((tmp_path / "forgets" / "config.json").read_text())
-    assert told == [
+    assert steps == [
         ("expand", config["interventions"][0], False),
         ("train", "", True),
         ("forget", "forgetting at inference: window 4", False),
@@ -110,7 +110,7 @@ def test_training_from_scratch_has_no_source(config_file: Path, tmp_path: Path, 
     assert lineage.steps[0].training.initial_weights == InitialWeights({"c": 8.0, "offset": 0})
 
 
-def test_the_source_is_told_by_its_config_and_card(stock_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_source_is_determined_by_its_config_and_card(stock_checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "stock"
     shutil.copytree(stock_checkpoint, folder)
     assert lineage_of(str(folder)).source == Source(

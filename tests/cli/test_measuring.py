@@ -108,7 +108,7 @@ def test_a_checkpoint_of_a_script_of_ones_own_is_measured_by_its_lineage(
     assert _training_length([str(tmp_path / "trained")], [model]) == 11
 
 
-def test_a_training_length_from_another_model_is_told_and_two_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_length_of_another_model_is_named_and_two_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     configs: list[Any] = [SimpleNamespace(training_length=8), SimpleNamespace(), SimpleNamespace(training_length=8)]
     models = [SimpleNamespace(config=config) for config in configs]
     assert _training_length(["a", "b", "c"], models) == 8

@@ -30,7 +30,7 @@ def options(command: str) -> Iterator[tuple[argparse.ArgumentParser, argparse.Ac
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_whole_number_is_a_count(command: str) -> None:
-    """A parser's `type=int` is `not_negative`; a kind of number that this test does not know must be added to it."""
+    """A parser's `type=int` is `not_negative`; a kind of number that this test does not have must be added to it."""
     for parser, action in options(command):
         if action.type in (
             None,
@@ -122,8 +122,8 @@ def test_numbers_of_tokens_of_a_training(tmp_path: Path) -> None:
     assert (run.sequence_lengths, run.retrieval_lengths) == ([1024, 65536], [2048, 2**20])
     for name, trainer in INTERVENTIONS.items():
         numbers = [item for item in fields(trainer.config_class) if item.type in (int, int | None)]
-        told = [item.name for item in numbers if re.search(r"\btokens\b", str(item.metadata.get("help")), re.I)]
-        assert "bptt_chunk_length" in told
-        assert [one for one in told if not OF_TRAINING.search(one)] == [], name
+        in_tokens = [item.name for item in numbers if re.search(r"\btokens\b", str(item.metadata.get("help")), re.I)]
+        assert "bptt_chunk_length" in in_tokens
+        assert [one for one in in_tokens if not OF_TRAINING.search(one)] == [], name
     with pytest.raises(SystemExit):
         read_options([*keys, "--max-steps", "1k"])

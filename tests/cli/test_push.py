@@ -35,20 +35,20 @@ def test_a_push_says_where_it_is(hub: Endpoint, folder: Path, capsys: pytest.Cap
     assert f"Pushed: {hub.url}/user/name/commit/{head.id}" in shown(capsys)
 
 
-def test_refusals_are_listed_one_a_line_and_nothing_is_asked(
+def test_refusals_are_listed_one_a_line_and_nothing_is_requested(
     hub: Endpoint, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "README.md").unlink()
     (folder / "results" / "comparison.json").write_text('{"data": "/home/somebody/texts"}')
     (folder / "verification.json").unlink()
     assert main(["push", str(folder), "user/name"]) == 1
-    told = capsys.readouterr().err.splitlines()
-    assert [line for line in told if line.startswith("- ")] == [
+    printed = capsys.readouterr().err.splitlines()
+    assert [line for line in printed if line.startswith("- ")] == [
         "- results/comparison.json, line 1: a path of your machine: /home/somebody/texts",
         f"- it has no card: lengthgen card {folder} writes README.md",
         f"- it has not been verified: run lengthgen verify {folder}",
     ]
-    assert f"lengthgen push: {folder} cannot be pushed:" in told
+    assert f"lengthgen push: {folder} cannot be pushed:" in printed
     assert hub.requests == []
 
 

@@ -25,30 +25,30 @@ def answer(checkpoint: Path, text: str, prompt: str) -> str:
     return repr(byte_tokenizer().decode(output[0, ids.shape[1] :], skip_special_tokens=True))
 
 
-def test_a_text_is_read_once_and_asked(
+def test_a_text_is_read_once_and_questioned(
     checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     book, text = tmp_path / "book", text_file.read_text()
     command = ("read", checkpoint, "--data", text_file, "--every", "1000", "--output", book)
     assert "Read 1,500 tokens. 2 files in" in shown(capsys, *command, "--length", "1500")
-    told = shown(capsys, *command)
-    assert "Goes on after 1,500 tokens" in told
-    assert f"Read {len(text):,} tokens" in told
+    printed = shown(capsys, *command)
+    assert "Goes on after 1,500 tokens" in printed
+    assert f"Read {len(text):,} tokens" in printed
     positions = positions_in(book)
     assert positions == [1000, 1500, *range(2000, len(text), 1000), len(text)]
-    told = shown(capsys, "show", book)
-    assert f"position       {len(text):,} tokens" in told
-    assert "chunks" not in told
-    assert "model          checkpoint (stateful_mamba2, float32)" in told
+    printed = shown(capsys, "show", book)
+    assert f"position       {len(text):,} tokens" in printed
+    assert "chunks" not in printed
+    assert "model          checkpoint (stateful_mamba2, float32)" in printed
     prompts = ("--prompt", "9 times", "--prompt", " is", "--max-new-tokens", "7")
-    told = shown(capsys, "ask", book, checkpoint, *prompts)
-    assert told.splitlines() == [f"{prompt!r}: {answer(checkpoint, text, prompt)}" for prompt in ("9 times", " is")]
+    printed = shown(capsys, "ask", book, checkpoint, *prompts)
+    assert printed.splitlines() == [f"{prompt!r}: {answer(checkpoint, text, prompt)}" for prompt in ("9 times", " is")]
     expected = answer(checkpoint, text[:2000], "9 times")
-    told = shown(capsys, "ask", book, checkpoint, *prompts, "--position", "2500")
-    assert told.startswith(f"'9 times': {expected}\n")
+    printed = shown(capsys, "ask", book, checkpoint, *prompts, "--position", "2500")
+    assert printed.startswith(f"'9 times': {expected}\n")
 
 
-def test_mistakes_are_told(
+def test_mistakes_are_reported(
     checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     book = tmp_path / "book"
@@ -61,9 +61,9 @@ def test_mistakes_are_told(
         (("show", tmp_path / "nothing"), "holds no text state at all"),
     ):
         assert main(["state", *map(str, arguments)]) == 1
-        told = capsys.readouterr()
-        assert complaint in told.err
-        assert not told.out  # nothing goes on
+        printed = capsys.readouterr()
+        assert complaint in printed.err
+        assert not printed.out  # nothing goes on
     with pytest.raises(SystemExit):
         main(["state", "ask", str(book), str(checkpoint), "--prompt", ""])
     assert "argument --prompt: is empty" in capsys.readouterr().err
@@ -78,10 +78,10 @@ def test_a_text_has_what_the_tokenizer_puts_before_it_once(
     glm = "--tokenizer", tmp_path / "tokenizer"
     shown(capsys, "read", checkpoint, *glm, "--data", tmp_path / "book.txt", "--output", tmp_path / "book")
     assert load_text_state(tmp_path / "book").prefix == prefix_hash(tokenizer(text, return_tensors="pt").input_ids)
-    told = shown(capsys, "ask", tmp_path / "book", checkpoint, *glm, "--prompt", "So", "--max-new-tokens", "7")
+    printed = shown(capsys, "ask", tmp_path / "book", checkpoint, *glm, "--prompt", "So", "--max-new-tokens", "7")
     whole = tokenizer(f"{text}So", return_tensors="pt").input_ids
     output = load_model(str(checkpoint)).generate(whole, max_new_tokens=7, do_sample=False)
-    assert told == f"'So': {tokenizer.decode(output[0, whole.shape[1] :], skip_special_tokens=True)!r}\n"
+    assert printed == f"'So': {tokenizer.decode(output[0, whole.shape[1] :], skip_special_tokens=True)!r}\n"
 
 
 def test_independent_chunks_are_read_once_and_the_surest_answers(
@@ -104,8 +104,8 @@ def test_independent_chunks_are_read_once_and_the_surest_answers(
     row = int(torch.stack(bits).argmin())
     output = model.generate(prompts[row], max_new_tokens=7, do_sample=False)
     expected = repr(tokenizer.decode(output[0, prompts[row].shape[1] :], skip_special_tokens=True))
-    told = shown(capsys, "ask", tmp_path / "book", checkpoint, *glm, "--prompt", "So", "--max-new-tokens", "7")
-    assert told == f"'So': {expected} (chunk {row + 1} of 3, {bits[row]:.2f} bits)\n"
+    printed = shown(capsys, "ask", tmp_path / "book", checkpoint, *glm, "--prompt", "So", "--max-new-tokens", "7")
+    assert printed == f"'So': {expected} (chunk {row + 1} of 3, {bits[row]:.2f} bits)\n"
     for more in (("--output", tmp_path / "book"), ("--output", tmp_path / "new", "--every", "50")):
         assert main(["state", *map(str, (*command, *more))]) == 1
         assert "one file into a new folder" in capsys.readouterr().err
@@ -120,8 +120,8 @@ def test_states_of_several_texts_are_mixed(
         shown(capsys, "read", checkpoint, "--data", data, "--length", "200", "--transitions", "--output", book)
     assert "transitions    of 2 layers" in shown(capsys, "show", books[0])
     first, second = (load_text_state(book) for book in books)
-    told = shown(capsys, "mix", *books, "--weights", "2", "-0.5", "--output", both)
-    assert told == f"Mixed 2 text states, 400 tokens in all: {both}\n"
+    printed = shown(capsys, "mix", *books, "--weights", "2", "-0.5", "--output", both)
+    assert printed == f"Mixed 2 text states, 400 tokens in all: {both}\n"
     for mixed, one, two in zip(load_text_state(both).state, first.state, second.state, strict=True):
         assert torch.allclose(mixed.recurrent, 2 * one.recurrent - 0.5 * two.recurrent, atol=1e-6)
     assert '"file": "two"' in shown(capsys, "show", both)

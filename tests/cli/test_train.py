@@ -90,7 +90,7 @@ def test_a_stock_config_from_scratch_becomes_a_model_of_ours(train: Train, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "told"),
+    ("changes", "options", "message"),
     [
         ({"model_type": "llama"}, {}, "has the model_type 'llama'.*mamba2,.*stateful_gla,.*FOLDER/models"),
         ({"vocab_size": 300}, {}, "The tokenizer has 384 tokens, the model's vocab_size is 300"),
@@ -98,11 +98,11 @@ def test_a_stock_config_from_scratch_becomes_a_model_of_ours(train: Train, tmp_p
     ],
 )
 def test_a_config_that_cannot_be_trained_is_refused(
-    changes: Any, options: Any, told: str, train: Train, config_file: Path, tmp_path: Path, capsys: Any
+    changes: Any, options: Any, message: str, train: Train, config_file: Path, tmp_path: Path, capsys: Any
 ) -> None:
     config = json.loads(config_file.read_text()) | changes
     assert train(model=write(tmp_path / "config.json", json.dumps(config)), **options) == 1
-    assert re.search(told, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_epochs_are_recorded_as_such(train: Train, checkpoint: Path, tmp_path: Path) -> None:

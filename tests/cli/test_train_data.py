@@ -58,8 +58,8 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, train: Train, **options: Any) -> di
     seen: dict[str, Any] = {}
 
     class Seen(ZeroStateTrainer):
-        def __init__(self, model: Any, training: Any, **given: Any) -> None:
-            seen.update(given)
+        def __init__(self, model: Any, training: Any, **fields: Any) -> None:
+            seen.update(fields)
             raise ValueError("enough seen")
 
     with monkeypatch.context() as patch:
@@ -138,8 +138,8 @@ def test_evaluation_has_the_test_questions_of_babi_also_in_the_training_text(
         story = "1 Daniel left for the garden.\n2 Where is Daniel? \tgarden\t1\n"
         (babi / f"qa{task}_made-up_test.txt").write_text(story)
     rows = rows_of(monkeypatch, train, **options)
-    asked = [{question.question for question in rows[name].questions} for name in ("train_dataset", "eval_dataset")]
-    assert asked == [{"Where is Mary?"}, {"Where is Daniel?"}]
+    names = [{question.question for question in rows[name].questions} for name in ("train_dataset", "eval_dataset")]
+    assert names == [{"Where is Mary?"}, {"Where is Daniel?"}]
     assert rows["train_dataset"].seed != rows["eval_dataset"].seed
 
 
@@ -169,7 +169,7 @@ def measured(folder: Path) -> dict[int, list[float]]:
 def test_the_best_checkpoint_is_that_of_lengthgen_retrieve(
     train: Train, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the words before a key and sevens: a model that has learned these pairs of letters knows keys of sevens
+    # the words before a key and sevens: a model that has learned these pairs of letters predicts keys of sevens
     text = write(tmp_path / "text.txt", "is 7777777777777" * 400)
     monkeypatch.setattr(grids, "random_key", lambda generator: "77777" if generator.random() < 0.6 else "88888")
     each = {"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "steps", "save_steps": 10}

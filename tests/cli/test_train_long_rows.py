@@ -1,4 +1,4 @@
-"""Prompts of several lengths and own examples: read whole, or in the pieces of tbtt."""
+"""Prompts of several lengths and own examples: read whole, or in the chunks of tbtt."""
 
 import json
 import shutil
@@ -61,12 +61,12 @@ def test_examples_are_trained_on_whole(
 def test_examples_need_their_columns(
     pairs: Path, text_file: Path, train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for data, told in (
+    for data, message in (
         (None, "task examples needs data with messages, or with prompt and completion: give data"),
         (text_file, "example 0: its columns are ['text'], but must be messages, or prompt and completion"),
     ):
         assert train(model=checkpoint, task="examples", data=data) == 1
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert train(model=checkpoint, data=pairs) == 1
     assert "prompt has examples with answers: --task examples" in capsys.readouterr().err
     assert train(model=checkpoint, task="examples", data=pairs, training_length=42) == 1
@@ -74,7 +74,7 @@ def test_examples_need_their_columns(
 
 
 @pytest.mark.parametrize(
-    ("given", "strategy"),
+    ("options", "strategy"),
     [
         ("--task passkey --task-length 400-600 --intervention none", "group_by_length"),
         ("--task passkey --task-length 400-600 --intervention tbtt", "group_by_length"),
@@ -88,16 +88,16 @@ def test_examples_need_their_columns(
         ("--intervention none", "random"),
     ],
 )
-def test_similar_lengths_make_a_batch_where_the_method_takes_them(given: str, strategy: str) -> None:
-    _, training, _ = read_options(["--model", "m", "--output", "o", "--use-cpu", *given.split()])
+def test_similar_lengths_make_a_batch_where_the_method_takes_them(options: str, strategy: str) -> None:
+    _, training, _ = read_options(["--model", "m", "--output", "o", "--use-cpu", *options.split()])
     assert training.train_sampling_strategy == strategy
 
 
-def test_the_training_length_is_the_piece_of_tbtt_or_the_longest_row() -> None:
-    def settled(given: int | None, longest: int, *arguments: str) -> tuple[int, int | None]:
+def test_the_training_length_is_the_chunk_of_tbtt_or_the_longest_row() -> None:
+    def settled(model_length: int | None, longest: int, *arguments: str) -> tuple[int, int | None]:
         common = ["--model", "m", "--output", "o", "--use-cpu", "--task", "passkey", "--training-length", "128"]
         settings, training, _ = read_options([*common, *arguments])
-        settings = with_training_length(settings, training, longest, given)
+        settings = with_training_length(settings, training, longest, model_length)
         return settings.length, training.bptt_chunk_length
 
     tbtt, none = ("--intervention", "tbtt"), ("--intervention", "none")
@@ -143,7 +143,7 @@ def test_a_resumed_run_reads_the_same_rows(
     assert whole.read_bytes() == weights
 
 
-def test_tbtt_reads_examples_in_pieces(
+def test_tbtt_reads_examples_in_chunks(
     pairs: Path, train: Train, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
@@ -163,7 +163,7 @@ def test_tbtt_reads_examples_in_pieces(
         steps[intervention] = state["log_history"][0]
         lengths[intervention] = trained_config(tmp_path / intervention)["training_length"], max(read)
     assert lengths == {"none": (LONGEST, LONGEST), "tbtt": (8, 8)}
-    # the state goes on from piece to piece, the gradient does not
+    # the state goes on from chunk to chunk, the gradient does not
     assert steps["tbtt"]["loss"] == pytest.approx(steps["none"]["loss"], rel=1e-5)
     assert steps["tbtt"]["grad_norm"] != pytest.approx(steps["none"]["grad_norm"], rel=1e-3)
 
@@ -171,8 +171,8 @@ def test_tbtt_reads_examples_in_pieces(
 def test_chats_are_read_with_the_template_of_the_tokenizer(
     train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked, answer = "Where is it? " * 4, "Here."
-    chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    query, answer = "Where is it? " * 4, "Here."
+    chat = [{"role": "user", "content": query}, {"role": "assistant", "content": answer}]
     data = write(tmp_path / "chats.jsonl", (json.dumps({"messages": chat}) + "\n") * 6)
     tokenizer = byte_level_tokenizer(eos_token="<end>")
     marks = "{% generation %}", "{% endgeneration %}"
@@ -184,7 +184,7 @@ def test_chats_are_read_with_the_template_of_the_tokenizer(
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         assert train(model=checkpoint, **options, output_dir=tmp_path / str(code)) == code
     assert "put {% generation %} and {% endgeneration %} around them" in capsys.readouterr().err
-    logits = StatefulMamba2ForCausalLM.from_pretrained(checkpoint)(torch.tensor([tokenizer(asked + answer).input_ids]))
+    logits = StatefulMamba2ForCausalLM.from_pretrained(checkpoint)(torch.tensor([tokenizer(query + answer).input_ids]))
     last = logits.logits[0, -1 - len(answer) : -1].log_softmax(-1).detach()  # one token a byte
     by_hand = -sum(float(row[token]) for row, token in zip(last, tokenizer(answer).input_ids, strict=True)) / len(last)
     steps = json.loads((tmp_path / "0" / "trainer_state.json").read_text())["log_history"]

@@ -98,11 +98,11 @@ def test_epochs_replace_the_default_number_of_steps_and_another_schedule_its_set
 
 
 @pytest.mark.parametrize(
-    "given", ["--num-train-epochs 2 --max-steps 3", "--max-steps 0", "--max-steps -1", "--max-steps -2"]
+    "words", ["--num-train-epochs 2 --max-steps 3", "--max-steps 0", "--max-steps -1", "--max-steps -2"]
 )
-def test_steps_or_epochs_count(given: str) -> None:
+def test_steps_or_epochs_count(words: str) -> None:
     with pytest.raises(ValueError, match="give either max_steps of at least 1 or num_train_epochs"):
-        parsed(*given.split())
+        parsed(*words.split())
 
 
 def test_the_help_shows_what_most_people_need_and_what_holds_without_it() -> None:
@@ -157,8 +157,8 @@ def test_bad_settings_are_refused_in_one_line(
 def test_what_to_measure_next(arguments: str, following: str) -> None:
     settings, training, _ = read_options([*arguments.split(), "--output", "out"])
     settings.training_length = 8
-    told = command._next_step(settings, training)
-    assert told == f"Saved to out. Next: lengthgen verify out, then lengthgen {following}"
+    message = command._next_step(settings, training)
+    assert message == f"Saved to out. Next: lengthgen verify out, then lengthgen {following}"
 
 
 PASSKEY = "--task passkey"
@@ -196,9 +196,9 @@ def test_an_option_that_would_do_nothing_is_refused(
     name, _, value = option.partition(" ")
     common = "--model m --output o --use-cpu"
     file = write(tmp_path / "c.yaml", f"{name}: {value or 'true'}\n")
-    for given, config in ((f"{common} --{option} {elsewhere}", None), (f"{common} {elsewhere}", str(file))):
+    for words, config in ((f"{common} --{option} {elsewhere}", None), (f"{common} {elsewhere}", str(file))):
         with pytest.raises(ValueError, match=f"{name} has no effect here: it requires {what}"):
-            read_options(given.split(), config)
+            read_options(words.split(), config)
     read_options(f"{common} --{option} {fitting}".split())
 
 
@@ -234,14 +234,14 @@ def test_an_intervention_from_a_file(
 ) -> None:
     name = f"own_method_{in_file}".lower()
     own = write(tmp_path / f"{name}.py", OWN)
-    given: dict[str, Any] = {"intervention": "own", "own_size": 2.5, "metric_for_best_model": "of_its_own"}
+    options: dict[str, Any] = {"intervention": "own", "own_size": 2.5, "metric_for_best_model": "of_its_own"}
     known = dict(INTERVENTIONS)
     try:
         if in_file:
-            config = write(tmp_path / "run.yaml", json.dumps({"import": str(own), **given}))
+            config = write(tmp_path / "run.yaml", json.dumps({"import": str(own), **options}))
             assert train(str(config), model=checkpoint) == 0
         else:
-            assert train(model=checkpoint, **{"import": own}, **given) == 0
+            assert train(model=checkpoint, **{"import": own}, **options) == 0
         lineage: Any = read_lineage(tmp_path / "out")
         assert lineage.steps[0].training.settings[0].method["own_size"] == 2.5
         assert train(model=checkpoint, **{"import": write(tmp_path / "json.py", OWN)}) == 1

@@ -41,7 +41,7 @@ def run(*arguments: Any) -> int:
 
 
 def train_briefly(model: Path, output: Path, text_file: Path, *options: Any) -> int:
-    """Three steps of two rows; an option given again wins."""
+    """Three steps of two rows; the last value of an option counts."""
     few = ("--max-steps", 3, "--per-device-train-batch-size", 2, "--logging-steps", 1, "--save-strategy", "no")
     data = ("--data", text_file, "--training-length", 8, "--use-cpu")
     return run("train", "--model", model, "--output", output, *data, *few, *options)

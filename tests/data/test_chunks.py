@@ -34,7 +34,7 @@ def test_tokens_and_targets_are_there_once(length: int, size: int, seed: int) ->
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_packed_rows_count_sequences_over_the_pieces() -> None:
+def test_packed_rows_count_sequences_over_the_chunks() -> None:
     inputs = rows(8, 0) | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]] * 3)}
     assert joined(inputs, 3, "seq_idx").tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]] * 3
     assert bool((joined(inputs, 3, "shift_labels")[:, 2] == -100).all())  # nothing predicts the next sequence

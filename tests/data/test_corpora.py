@@ -206,13 +206,13 @@ def test_bad_files_are_refused(tmp_path: Path, name: str, content: bytes, messag
 
 
 def test_missing_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: asked.append(name) or ["train"])
+    requested: list[str] = []
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: requested.append(name) or ["train"])
     for missing in (tmp_path / "a.txt", tmp_path / "folder", "relative/a.jsonl"):
         assert split_names(missing) == []
         with pytest.raises(ValueError, match="no file or folder"):
             load_texts(missing)
-    assert not asked  # the Hub, which retries for long without a network
+    assert not requested  # the Hub, which retries for long without a network
     assert split_names("nobody/nothing") == ["train"]
     with pytest.raises(ValueError, match="cannot read split 'train' of 'nobody/nothing'"):
         load_texts("nobody/nothing")

@@ -118,14 +118,14 @@ def test_keys_that_only_other_rows_have_are_left_out_at_any_depth() -> None:
     )
     rows = [
         {
-            "messages": [{"role": "assistant", "tool_calls": [{"arguments": asked}]}],
-            "tools": [{"takes": dict.fromkeys(asked, "any")}],
+            "messages": [{"role": "assistant", "tool_calls": [{"arguments": arguments}]}],
+            "tools": [{"takes": dict.fromkeys(arguments, "any")}],
             "chat_template_kwargs": style,
         }
-        for asked, style in (({"city": "Rome"}, {"style": "terse"}), ({"days": 3}, {"other": 1}))
+        for arguments, style in (({"city": "Rome"}, {"style": "terse"}), ({"days": 3}, {"other": 1}))
     ]
-    for given in (rows, Dataset.from_list(rows)):
-        read = LabelledExamples(given, made)
+    for data in (rows, Dataset.from_list(rows)):
+        read = LabelledExamples(data, made)
         assert [made.decode(read[index]["input_ids"]) for index in range(2)] == [
             '[{"takes": {"city": "any"}}]terse{"city": "Rome"}',
             '[{"takes": {"days": "any"}}]plain{"days": 3}',

@@ -25,7 +25,7 @@ NASTY = [
 
 
 class SubclassedByteTokenizer(ByT5Tokenizer):
-    """Not the class that the fast path knows, so it takes the path of every other tokenizer."""
+    """Not the class that the fast path supports, so it takes the path of every other tokenizer."""
 
 
 def byte_level_tokenizer(**special: str) -> PreTrainedTokenizerFast:

@@ -37,7 +37,7 @@ QUICK = {
     "accuracy": "--samples 4",
     "verify": "--length 70",
 }
-"""What makes a command small; of options given twice the last one counts."""
+"""What makes a command small; of repeated options the last one counts."""
 ELSEWHERE = {
     "evaluate": ("my-mamba2", "runs/plain"),
     "diagnose": ("my-mamba2",),
@@ -102,7 +102,7 @@ def quick_harness(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     start = TaskManager.__init__
     monkeypatch.setattr(
-        TaskManager, "__init__", lambda self, *x, **given: start(self, *x, **{**given, "include_defaults": False})
+        TaskManager, "__init__", lambda self, *x, **options: start(self, *x, **{**options, "include_defaults": False})
     )
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 

@@ -1,4 +1,4 @@
-"""What Quickstart and How it works tell people to run, run on a small checkpoint in place of the demo's."""
+"""What Quickstart and How it works say to run, run on a small checkpoint in place of the demo's."""
 
 import re
 import shlex
@@ -25,9 +25,9 @@ def test_the_code_of_the_quickstart_runs(demo_output: Path, capsys: pytest.Captu
         "max_steps=1000": "max_steps=2, report_to='none', dataloader_pin_memory=False",
         '.texts("train")': '.texts("train")[:20]',
     }
-    for told, instead in quick.items():
-        assert told in training
-        training = training.replace(told, instead)
+    for line, instead in quick.items():
+        assert line in training
+        training = training.replace(line, instead)
     exec(training, names)
     assert (demo_output / "state-passing" / "config.json").is_file()
     exec(loading, names)

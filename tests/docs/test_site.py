@@ -44,9 +44,9 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = dict(attributes)
-        self.places |= {place for place in (given.get("id"), given.get("name")) if place}
-        self.links += [link for link in (given.get("href"), given.get("src")) if link]
+        values = dict(attributes)
+        self.places |= {place for place in (values.get("id"), values.get("name")) if place}
+        self.links += [link for link in (values.get("href"), values.get("src")) if link]
 
     def handle_data(self, data: str) -> None:
         self.words += data

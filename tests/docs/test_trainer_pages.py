@@ -87,16 +87,16 @@ def settings_table(name: str) -> str:
     rows = ["| setting | meaning |", "|---|---|"]
     for item in fields(config):
         if item.name in own:
-            told = item.metadata["help"]
-            for given, cited in CITED.items():
-                told = told.replace(given, cited)
-            rows.append(f"| `{item.name}` | {told} |")
+            meaning = item.metadata["help"]
+            for text, cited in CITED.items():
+                meaning = meaning.replace(text, cited)
+            rows.append(f"| `{item.name}` | {meaning} |")
     return "\n".join(rows)
 
 
 def shrunk(code: str) -> str:
-    for given, quick in SHRUNK.items():
-        code = re.sub(given, quick, code)
+    for text, quick in SHRUNK.items():
+        code = re.sub(text, quick, code)
     return code
 
 
@@ -156,7 +156,7 @@ def test_the_messages_of_troubleshooting_are_in_the_code() -> None:
     assert len(quoted) > 10
     folders = (DOCS.parent / "hf_recurrent_lengthgen", DOCS.parent / "trainers")
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
-    told = "\n".join(text for file in files for text in texts_in(ast.parse(file.read_text(encoding="utf-8"))))
+    strings = "\n".join(text for file in files for text in texts_in(ast.parse(file.read_text(encoding="utf-8"))))
     for message in quoted:
         for part in re.split(r"\[?\.\.\.\]?|StatePassingTrainer", message):
-            assert part.strip() in told
+            assert part.strip() in strings

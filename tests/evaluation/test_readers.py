@@ -1,4 +1,4 @@
-"""Reading with any causal language model: pieces give what one forward pass gives, or are refused with the reason."""
+"""Reading with any causal language model: chunks give what one forward pass gives, or are refused with the reason."""
 
 import copy
 from types import SimpleNamespace
@@ -260,7 +260,7 @@ def test_adapters_are_read_through(tokens: np.ndarray) -> None:
     np.testing.assert_allclose(found.nll, plain_nll(adapted.eval(), tokens), atol=2e-5)
 
 
-def test_pieces_end_at_stops() -> None:
+def test_chunks_end_at_stops() -> None:
     assert list(chunk_borders(10, 4)) == [(0, 4), (4, 8), (8, 10)]
     assert list(chunk_borders(10, 4, [9, 5, 5, 0, 10, 77])) == [(0, 4), (4, 5), (5, 9), (9, 10)]
     assert list(chunk_borders(3, 100, [1])) == [(0, 1), (1, 3)]
@@ -277,7 +277,7 @@ class Watcher:
         self.seen.append((first_sequence, chunk.start + chunk.nll.shape[1], chunk.state))
 
 
-def test_an_observer_sees_every_piece_with_its_state(tokens: np.ndarray) -> None:
+def test_an_observer_sees_every_chunk_with_its_state(tokens: np.ndarray) -> None:
     model, watcher = build(MAMBA2).eval(), Watcher(13)
     stream_nll(model, tokens, batch_size=2, chunk_length=40, observer=watcher, progress=False)
     assert [seen[:2] for seen in watcher.seen] == [(0, 13), (0, 53), (0, 90), (2, 13), (2, 53), (2, 90)]

@@ -129,11 +129,11 @@ def test_the_first_file_is_read_for_ever() -> None:
 
 
 def test_an_option_of_any_type_is_read_as_it_was_written() -> None:
-    given: dict[str, Value] = {"a": True, "b": 1, "c": 1.0, "d": "x", "e": None, "f": (1, 2.5, "y"), "g": {"h": 0.5}}
-    settings = Settings(0, 3, 0.1, "cosine", "sgd", 0.0, None, "float32", 0, method=given)
+    values: dict[str, Value] = {"a": True, "b": 1, "c": 1.0, "d": "x", "e": None, "f": (1, 2.5, "y"), "g": {"h": 0.5}}
+    settings = Settings(0, 3, 0.1, "cosine", "sgd", 0.0, None, "float32", 0, method=values)
     again = from_plain(to_plain(settings), Settings)
     assert again == settings
-    assert [type(value) for value in again.method.values()] == [type(value) for value in given.values()]
+    assert [type(value) for value in again.method.values()] == [type(value) for value in values.values()]
     with pytest.raises(ValueError, match=r"method\.c.*finite number"):
         to_plain(dataclasses.replace(settings, method={"c": math.nan}))
 

@@ -195,7 +195,7 @@ def test_hits_are_those_of_whole_texts(
     for text in texts:
         with torch.no_grad():
             best = model(input_ids=torch.tensor(text[None], dtype=torch.int64)).logits[0].argmax(-1)
-        if len(text) % 2:  # what is asked is what the model says, in some texts
+        if len(text) % 2:  # the continuation is what the model says, in some texts
             text[-1] = best[-2]
     reader = reader_of(model)
     read = fed(reader, monkeypatch)

@@ -1,4 +1,4 @@
-"""The metrics on a real recurrent model, against plain forward passes over each piece of text."""
+"""The metrics on a real recurrent model, against plain forward passes over each chunk of text."""
 
 from typing import Any
 
@@ -24,9 +24,9 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(1).integers(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
 
 
-def plain_nll(model: Any, piece: np.ndarray) -> np.ndarray:
-    """NLL (S, T) of piece (S, T + 1) by one forward pass from the zero state."""
-    ids = torch.from_numpy(piece)
+def plain_nll(model: Any, chunk: np.ndarray) -> np.ndarray:
+    """NLL (S, T) of chunk (S, T + 1) by one forward pass from the zero state."""
+    ids = torch.from_numpy(chunk)
     with torch.no_grad():
         log_probabilities = model(input_ids=ids[:, :-1]).logits.double().log_softmax(-1)
     return -log_probabilities.gather(-1, ids[:, 1:, None])[..., 0].numpy()

@@ -134,7 +134,7 @@ def test_forward_plan_keeps_to_its_limits() -> None:
         forward_plan(1, 10, 10, None, 0)
 
 
-def test_nll_in_pieces_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nll_in_chunks_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets = torch.randn(3, 5, 7, dtype=torch.float64), torch.randint(0, 7, (3, 5))
     expected = -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     for most in (1, 28, 2**18):

@@ -27,8 +27,8 @@ def theirs(name: str) -> HFLM:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_numbers_are_those_of_lm_eval(name: str) -> None:
     found, expected = ours(name), theirs(name)
-    asked = MULTIPLE_CHOICE + requests("loglikelihood", ("", "alone"), ("x", " y"), ("x ", "y"))
-    assert_same(found.loglikelihood(asked, **QUIET), expected.loglikelihood(asked, **QUIET))
+    requested = MULTIPLE_CHOICE + requests("loglikelihood", ("", "alone"), ("x", " y"), ("x ", "y"))
+    assert_same(found.loglikelihood(requested, **QUIET), expected.loglikelihood(requested, **QUIET))
     # each context once, and of the choices what the next one does not share
     assert found.tokens_read < 1.2 * len(HEADER) + sum(len(context) for context in CONTEXTS)
     documents = requests("loglikelihood_rolling", ("abc",), ("",), ("A text that goes on. " * 20,))
@@ -54,7 +54,7 @@ def test_sharing_and_batches_change_nothing(name: str, monkeypatch: pytest.Monke
     assert_same(together.loglikelihood(MULTIPLE_CHOICE, **QUIET), scores)
     assert together.tokens_read < read / len(CHOICES)
     assert together.generate_until(generate, **QUIET) == answers
-    monkeypatch.setattr(shared_prefixes, "TOKENS_PER_FORWARD", 7)  # in pieces
+    monkeypatch.setattr(shared_prefixes, "TOKENS_PER_FORWARD", 7)  # in chunks
     assert_same(together.loglikelihood(MULTIPLE_CHOICE, **QUIET), scores)
     assert together.generate_until(generate, **QUIET) == answers
 
@@ -63,10 +63,10 @@ def test_sharing_and_batches_change_nothing(name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", NAMES)
 def test_beams_continue_shared_prefixes(name: str) -> None:
     arguments = {"until": [], "max_gen_toks": 8, "num_beams": 3}
-    asked = requests("generate_until", *((text, arguments) for text in [*CONTEXTS, CONTEXTS[0]]))
-    assert ours(name).generate_until(asked, **QUIET) == theirs(name).generate_until(asked, **QUIET)
+    requested = requests("generate_until", *((text, arguments) for text in [*CONTEXTS, CONTEXTS[0]]))
+    assert ours(name).generate_until(requested, **QUIET) == theirs(name).generate_until(requested, **QUIET)
 
 
-def test_a_stock_hybrid_is_told_to_be_wrapped() -> None:
+def test_a_stock_hybrid_is_reported_to_need_a_wrapper() -> None:
     with pytest.raises(ValueError, match=r"its cache changes as it reads.*Wrap a hybrid with stateful"):
         StateLM(support.made("falcon_h1"), tokenizer=byte_tokenizer())

@@ -76,9 +76,9 @@ def test_answers_are_those_after_the_chunk_of_least_entropy(name: str, drawn: An
     found = lm.generate_until(requests("generate_until", *((text, until) for text in [*LONG, short])), **QUIET)
     prompts = [chosen(stock, ids_of(text)) for text in LONG]
     assert found == [continued(stock, ids, 5) for ids in [*prompts, ids_of(short)]]
-    asked = requests("loglikelihood", *((text, choice) for text in LONG for choice in CHOICES))
+    requested = requests("loglikelihood", *((text, choice) for text in LONG for choice in CHOICES))
     expected = [score(stock, ids, ids_of(choice)) for ids in prompts for choice in CHOICES]
-    assert_same(lm.loglikelihood(asked, **QUIET), expected)
+    assert_same(lm.loglikelihood(requested, **QUIET), expected)
 
 
 def test_the_chunks_of_a_context_are_read_once_for_all_choices(drawn: Any) -> None:

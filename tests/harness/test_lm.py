@@ -60,8 +60,8 @@ def test_a_header_is_read_once(ours: StateLM) -> None:
 
 def test_documents_are_not_cut_into_windows(ours: StateLM, stock: Mamba2ForCausalLM) -> None:
     windows = HFLM(pretrained=stock, tokenizer=byte_tokenizer(), max_length=50, add_bos_token=False)
-    asked = requests("loglikelihood_rolling", ("A text that goes on. " * 20,))
-    [whole], [cut] = ours.loglikelihood_rolling(asked, **QUIET), windows.loglikelihood_rolling(asked, **QUIET)
+    requested = requests("loglikelihood_rolling", ("A text that goes on. " * 20,))
+    [whole], [cut] = ours.loglikelihood_rolling(requested, **QUIET), windows.loglikelihood_rolling(requested, **QUIET)
     assert abs(whole - cut) > 1
     assert ours.tokens_read == 420  # the token before a document is read, its last one is not
 
@@ -115,16 +115,16 @@ def test_answers_do_not_depend_on_the_batch(stock: Mamba2ForCausalLM, checkpoint
         model.generation_config.eos_token_id = also  # the end of text is known to the tokenizer only
         model.get_output_embeddings().register_forward_hook(lean_to_ends)
     expected = [continued(other, prompt, arguments["until"], arguments["max_gen_toks"], ends) for prompt in PROMPTS]
-    asked = requests("generate_until", *((prompt, arguments) for prompt in PROMPTS))
-    assert [lm.generate_until(asked, **QUIET) for lm in loaded] == [expected] * 3
+    requested = requests("generate_until", *((prompt, arguments) for prompt in PROMPTS))
+    assert [lm.generate_until(requested, **QUIET) for lm in loaded] == [expected] * 3
     assert len(set(expected)) > 2
     theirs = HFLM(pretrained=other, tokenizer=byte_tokenizer(), max_length=4096, add_bos_token=False, batch_size=1)
-    assert theirs.generate_until(asked[1:], **QUIET) == expected[1:]  # hf reads no empty prompt
+    assert theirs.generate_until(requested[1:], **QUIET) == expected[1:]  # hf reads no empty prompt
 
 
 def test_a_broken_model_generates_nothing(counting: StateLM) -> None:
-    asked = requests("generate_until", *((text, {"until": ["d"], "max_gen_toks": 9}) for text in ("x: a", "y: b")))
-    assert counting.generate_until(asked, **QUIET) == ["bc", "c"]
+    requested = requests("generate_until", *((text, {"until": ["d"], "max_gen_toks": 9}) for text in ("x: a", "y: b")))
+    assert counting.generate_until(requested, **QUIET) == ["bc", "c"]
 
     def break_after(letter: str, value: float) -> None:
         head = counting._reader.model.get_output_embeddings()
@@ -137,25 +137,25 @@ def test_a_broken_model_generates_nothing(counting: StateLM) -> None:
     for value in (math.nan, math.inf, -math.inf):
         break_after("b", value)
         with pytest.raises(ValueError, match=r"after 'y: b' and 0 more tokens are NaN or infinite"):
-            counting.generate_until(asked[1:], **QUIET)
+            counting.generate_until(requested[1:], **QUIET)
         with pytest.raises(ValueError, match=r"after 'x: a' and 1 more tokens are NaN or infinite"):
-            counting.generate_until(asked[:1], **QUIET)
+            counting.generate_until(requested[:1], **QUIET)
         break_after("d", value)  # behind the end
-        assert counting.generate_until(asked, **QUIET) == ["bc", "c"]
+        assert counting.generate_until(requested, **QUIET) == ["bc", "c"]
 
 
 def test_sampling_is_honored(counting: StateLM) -> None:
     sampled = {"until": [], "max_gen_toks": 40, "do_sample": True, "temperature": 2.0}
-    asked = requests("generate_until", ("a", sampled), ("a", {**sampled, "top_k": 1}))
+    requested = requests("generate_until", ("a", sampled), ("a", {**sampled, "top_k": 1}))
     torch.manual_seed(0)
-    free, likeliest = counting.generate_until(asked, **QUIET)
+    free, likeliest = counting.generate_until(requested, **QUIET)
     assert likeliest.startswith("bcdefghijklmnopqrstuvwxyz")
     assert free[:20] != likeliest[:20]
 
 
 def test_scores_are_those_of_a_model_worked_out_by_hand(counting: StateLM, known: Any) -> None:
-    asked = requests("loglikelihood", ("count: a", "bcd"), ("count: a", "bdf"), ("count: b", "a"))
-    found = counting.loglikelihood(asked, **QUIET)
+    requested = requests("loglikelihood", ("count: a", "bcd"), ("count: a", "bdf"), ("count: b", "a"))
+    found = counting.loglikelihood(requested, **QUIET)
     assert [value for value, _ in found] == pytest.approx(
         [known("bcd", "a"), known("bdf", "a"), known("a", "b")], abs=1e-3
     )
@@ -179,9 +179,9 @@ def test_what_a_tokenizer_puts_before_a_text_stands_there_once(stock: Mamba2ForC
         StateLM(str(checkpoint), tokenizer, device="cpu"),
     )
     theirs = HFLM(pretrained=stock, tokenizer=tokenizer, max_length=4096)
-    asked = requests("loglikelihood", ("what is", " it"), ("what", " else is there"), (" ", "a"))
-    found = ours.loglikelihood(asked, **QUIET)
-    assert_same(found, theirs.loglikelihood(asked, **QUIET))
+    requested = requests("loglikelihood", ("what is", " it"), ("what", " else is there"), (" ", "a"))
+    found = ours.loglikelihood(requested, **QUIET)
+    assert_same(found, theirs.loglikelihood(requested, **QUIET))
     again = requests("loglikelihood", ("[gMASK]<sop>what is", " it"))  # as from a chat template
     assert_same(ours.loglikelihood(again, **QUIET), found[:1])
     generate = requests("generate_until", *((text, {"until": ["\n"], "max_gen_toks": 9}) for text in PROMPTS[1:4]))
@@ -203,8 +203,8 @@ def test_a_beginning_of_text_stands_where_the_tokenizer_puts_it(stock: Mamba2For
     assert ours.tok_encode("<s> a b") == [0, 3, 4]
     assert ours.tok_encode("a b", add_special_tokens=False) == [3, 4]
     theirs = HFLM(pretrained=stock, tokenizer=tokenizer, max_length=4096)
-    asked = requests("loglikelihood", ("a b c", " d"), ("a b c", " e f"), ("", "a b"), ("<s> a b", " c"))
-    assert_same(ours.loglikelihood(asked, **QUIET), theirs.loglikelihood(asked, **QUIET))
+    requested = requests("loglikelihood", ("a b c", " d"), ("a b c", " e f"), ("", "a b"), ("<s> a b", " c"))
+    assert_same(ours.loglikelihood(requested, **QUIET), theirs.loglikelihood(requested, **QUIET))
     documents = requests("loglikelihood_rolling", ("a b c",), ("<s> a b c",), ("",))
     with torch.no_grad():
         after = stock(input_ids=torch.tensor([[0, 3, 4, 5]])).logits[0].log_softmax(-1)
@@ -215,12 +215,12 @@ def test_a_beginning_of_text_stands_where_the_tokenizer_puts_it(stock: Mamba2For
 def test_answers_reach_the_cache_of_lm_eval(ours: StateLM, tmp_path: Path) -> None:
     from lm_eval.api.model import CachingLM
 
-    asked = [*MULTIPLE_CHOICE[:2]]
+    requested = [*MULTIPLE_CHOICE[:2]]
     cached: Any = CachingLM(ours, str(tmp_path / "answers.db"))
-    first = cached.loglikelihood(asked)
+    first = cached.loglikelihood(requested)
     read = ours.tokens_read
     assert read > 0
-    assert cached.loglikelihood(asked) == first
+    assert cached.loglikelihood(requested) == first
     assert ours.tokens_read == read
 
 
@@ -254,7 +254,7 @@ def test_a_setting_for_what_was_read_is_refused(counting: StateLM, setting: dict
         counting.generate_until(requests("generate_until", ("ab", {"until": ["z"]})), **QUIET)
 
 
-def test_a_broken_model_and_a_continuation_without_tokens_are_told(counting: StateLM) -> None:
+def test_a_broken_model_and_a_continuation_without_tokens_are_reported(counting: StateLM) -> None:
     with pytest.raises(ValueError, match="The continuation '' of 'a' has no tokens of its own"):
         counting.loglikelihood(requests("loglikelihood", ("a", "")), **QUIET)
     with torch.no_grad():
@@ -272,11 +272,11 @@ def test_masked_tokens_have_the_log_likelihoods_of_lm_eval(stock: Mamba2ForCausa
     for model in (other, ours._reader.model):
         model.get_output_embeddings().register_forward_hook(mask)
     theirs = HFLM(pretrained=other, tokenizer=byte_tokenizer(), max_length=4096, add_bos_token=False)
-    asked = requests(
+    requested = requests(
         "loglikelihood", ("a", "bc"), ("a", "z"), ("a", "yzx"), ("", "z"), ("az", "bzb" * 9), ("az", "bc")
     )
-    found = ours.loglikelihood(asked, **QUIET)
-    assert_same(found, theirs.loglikelihood(asked, **QUIET))
+    found = ours.loglikelihood(requested, **QUIET)
+    assert_same(found, theirs.loglikelihood(requested, **QUIET))
     assert [value == -math.inf for value, _ in found] == [False, True, True, True, True, False]
     documents = requests("loglikelihood_rolling", ("abc",), ("abzc",))
     rolling = ours.loglikelihood_rolling(documents, **QUIET)

@@ -251,7 +251,7 @@ def test_longbench_e_is_read_from_its_own_files(counting: StateLM, task_manager:
         (lambda folder: ruler.rows("cwe", str(folder)), "has a row without input or outputs: index"),
     ],
 )
-def test_data_that_cannot_be_used_are_told(call: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+def test_data_that_cannot_be_used_are_reported(call: Callable[[Path], object], message: str, tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"a": 1}\n{"a": \n')
     (tmp_path / "book.txt").write_text("short")
     write(tmp_path, {"1024/data/cwe/validation": [{"index": 0}]})

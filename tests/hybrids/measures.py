@@ -27,7 +27,7 @@ def windowed(model_type: str, window: int = WINDOW, **changes: Any) -> tuple[Any
     return stock, stateful(model, attention_window=window)
 
 
-def masked(stock: Any, x: Tensor, window: int = WINDOW, **given: Any) -> Any:
+def masked(stock: Any, x: Tensor, window: int = WINDOW, **options: Any) -> Any:
     """The stock model with a mask by hand, in which the query in row t sees the keys t - W + 1 to t."""
     ages = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
 
@@ -38,7 +38,7 @@ def masked(stock: Any, x: Tensor, window: int = WINDOW, **given: Any) -> Any:
     masks = dict.fromkeys(("full_attention", "hybrid"), within(window)) | {"linear_attention": None, "conv": None}
     masks |= dict.fromkeys(("sliding_attention", "hybrid_sliding"), within(min(own, window)))
     name = "inputs_embeds" if x.is_floating_point() else "input_ids"
-    return stock(**{name: x}, attention_mask=masks, **given)
+    return stock(**{name: x}, attention_mask=masks, **options)
 
 
 def kept(cache: Any) -> list[Tensor]:
@@ -49,10 +49,10 @@ def random_tokens(rows: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def with_checkpointing(model: Any, reentrant: bool = False, **given: Any) -> Any:
+def with_checkpointing(model: Any, reentrant: bool = False, **options: Any) -> Any:
     """The model in training with activation checkpointing, which Transformers 5.23 renamed."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": reentrant} | given)
+    enable({"use_reentrant": reentrant} | options)
     return model.train()
 
 
@@ -63,22 +63,22 @@ def without_checkpointing(model: Any) -> Any:
 
 
 @torch.no_grad()
-def by_calls(model: Any, prompt: Tensor, new: int, **given: Any) -> Tensor:
+def by_calls(model: Any, prompt: Tensor, new: int, **arguments: Any) -> Tensor:
     """Greedy tokens after a prompt (1, T), each from a call with the whole text."""
     text = prompt
     for _ in range(new):
-        text = torch.cat([text, model(input_ids=text, **given).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        text = torch.cat([text, model(input_ids=text, **arguments).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
     return text[:, prompt.shape[1] :]
 
 
-def read_in_pieces(
+def read_in_chunks(
     model: Any, tokens: Tensor, lengths: Sequence[int], state: RecurrentState | None = None
 ) -> tuple[Tensor, RecurrentState]:
-    """Outputs and final state of one text, of ids or embeddings, read in pieces with the state carried."""
+    """Outputs and final state of one text, of ids or embeddings, read in chunks with the state carried."""
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     attention_cache, outputs = model.new_attention_cache(), []
-    for piece in tokens.split(list(lengths), dim=1):
-        output = model(**{name: piece}, initial_state=state, output_final_state=True, attention_cache=attention_cache)
+    for chunk in tokens.split(list(lengths), dim=1):
+        output = model(**{name: chunk}, initial_state=state, output_final_state=True, attention_cache=attention_cache)
         outputs.append(output[0])
         state = output.final_state
     assert state is not None

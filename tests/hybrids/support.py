@@ -32,7 +32,7 @@ from tests.hybrids.measures import (
     parts,
     random_state,
     random_tokens,
-    read_in_pieces,
+    read_in_chunks,
     relative_error,
     weighted_sum,
 )
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 def measure_errors(model_type: str) -> list[float]:
-    """Of a tiny model, in a few pieces, from nothing and from random states, keys and values."""
+    """Of a tiny model, in a few chunks, from nothing and from random states, keys and values."""
     models = both(model_type, False, None, torch.float32)
     return [max(largest_error(*models, form, "17", kind, (True,)) for kind in ("nothing", "random")) for form in WORDS]
 
@@ -114,7 +114,7 @@ def diagnosis(model_type: str) -> float:
 
 @torch.no_grad()
 def larger_states(model_type: str, layers: Any) -> float:
-    """StateX: the same logits before training, in pieces, and loaded from a checkpoint."""
+    """StateX: the same logits before training, in chunks, and loaded from a checkpoint."""
     stock, model = pair(model_type)
     new: Any = expand_state(model, layers=layers, initialization="inherit")
     tokens = random_tokens(2, 33, seed=6)
@@ -123,19 +123,19 @@ def larger_states(model_type: str, layers: Any) -> float:
         loaded: Any = load_model(folder).eval()
     logits = [
         new(input_ids=tokens).logits,
-        read_in_pieces(new, tokens, (3, 1, 29))[0],
+        read_in_chunks(new, tokens, (3, 1, 29))[0],
         loaded(input_ids=tokens).logits,
     ]
     return relative_error(logits, [stock(input_ids=tokens).logits] * 3)
 
 
 def learned_state(model_type: str) -> float:
-    """Logits and gradients from an active learned state against a given one, also loaded from its folder and from a
+    """Logits and gradients from an active learned state against a passed one, also loaded from its folder and from a
     checkpoint, and logits without it."""
     stock, model = pair(model_type)
     tokens, values = random_tokens(2, 21, seed=6), map_state(Tensor.detach, random_state(model, 1))
-    given = map_state(lambda part: part.clone().requires_grad_(), values)
-    rows: RecurrentState = map_state(lambda part: part.expand(2, *part.shape[1:]), given)
+    initial = map_state(lambda part: part.clone().requires_grad_(), values)
+    rows: RecurrentState = map_state(lambda part: part.expand(2, *part.shape[1:]), initial)
     expected = model(input_ids=tokens, initial_state=rows).logits
     learned = model.add_learned_state("tried")["tried"]
     learned.set(values)
@@ -153,7 +153,7 @@ def learned_state(model_type: str) -> float:
             without = model(input_ids=tokens).logits
     return relative_error(
         [logits, *loaded, without, *of_learned],
-        [*[expected] * 3, stock(input_ids=tokens).logits, *gradients(weighted_sum([expected]), parts(given))],
+        [*[expected] * 3, stock(input_ids=tokens).logits, *gradients(weighted_sum([expected]), parts(initial))],
     )
 
 
@@ -167,7 +167,7 @@ def state_file(model_type: str) -> float:
         save_text_state(path, read_text(model, tokens[:, :40]))
         text_state = read_text(model, tokens[:, 40:64], load_text_state(path, model))
     actual = model(input_ids=tokens[:, 64:], **start_of(model, text_state), output_final_state=True)
-    state = read_in_pieces(model, tokens, (65,))[1]
+    state = read_in_chunks(model, tokens, (65,))[1]
     return relative_error(
         [actual.logits[:, -1], *parts(actual.final_state)], [stock(input_ids=tokens).logits[:, -1], *parts(state)]
     )

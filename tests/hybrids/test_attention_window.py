@@ -17,7 +17,7 @@ from tests.hybrids.measures import (
     kept,
     masked,
     random_tokens,
-    read_in_pieces,
+    read_in_chunks,
     relative_error,
     windowed,
 )
@@ -71,8 +71,8 @@ def test_generate_attends_to_the_window(model_type: str) -> None:
     beams = [model.generate(prompt, num_beams=3, use_cache=cache, **options) for cache in (True, False)]
     assert torch.equal(*beams)
     state, cache = None, model.new_attention_cache()
-    for piece in prompt[:, :-1].split(3, dim=1):
-        state = model(piece, initial_state=state, attention_cache=cache).final_state
+    for chunk in prompt[:, :-1].split(3, dim=1):
+        state = model(chunk, initial_state=state, attention_cache=cache).final_state
     start = {"initial_state": state, "attention_cache": cache}
     assert torch.equal(model.generate(prompt[:, -1:], **start, **options)[:, 1:], expected)
     beams = [model.generate(prompt[:, -1:], num_beams=3, **start, **options)[:, 1:], beams[0][:, 8:]]
@@ -91,8 +91,8 @@ def test_a_cache_keeps_the_keys_of_the_window_alone(model_type: str, window: int
     stock, model = windowed(model_type, window)
     tokens = random_tokens(1, 10 * window + 3)
     state, cache, sizes = None, model.new_attention_cache(), set()
-    for piece in tokens.split(window + 2, dim=1):
-        state = model(piece, initial_state=state, attention_cache=cache).final_state
+    for chunk in tokens.split(window + 2, dim=1):
+        state = model(chunk, initial_state=state, attention_cache=cache).final_state
         sizes |= {(keys.shape[2], keys.untyped_storage().nbytes() // keys.element_size()) for keys in kept(cache)}
     assert sizes == {(window - 1, kept(cache)[0].numel())}
     assert cache.get_seq_length() == tokens.shape[1]
@@ -136,7 +136,7 @@ def test_eager_and_flash_attention_have_the_window(model_type: str, monkeypatch:
     for name in ("eager", "flash_attention_2"):
         model.config._attn_implementation = name
         assert relative_error([model(tokens).logits], [expected]) < 1e-5
-        assert relative_error([read_in_pieces(model, tokens, [7, 1, 15])[0]], [expected]) < 1e-5
+        assert relative_error([read_in_chunks(model, tokens, [7, 1, 15])[0]], [expected]) < 1e-5
     mask = AttentionMaskInterface()["eager"](batch_size=1, q_length=9, kv_length=9)  # of who names no config
     assert int((mask == 0).sum()) == 45
 

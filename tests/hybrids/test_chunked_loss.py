@@ -24,8 +24,8 @@ def batch(form: str, model: Any) -> dict[str, Any]:
     if form in ("padded", "packed"):
         words = PADDED[:-1] if form == "padded" else PACKED
         ids, (positions, mask) = tokens_of(words), positions_and_mask(words)
-        given = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-        return given | ({"position_ids": positions} if form == "packed" else {})
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        return inputs | ({"position_ids": positions} if form == "packed" else {})
     ids = random_tokens(2, 13)
     if form == "without a state":
         return {"input_ids": ids, "labels": ids}
@@ -48,16 +48,16 @@ def sizes_of_heads(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def assert_same(model: Any, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_same(model: Any, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same without logits, of which few tokens are computed at once: of a chunk, or one of each sequence."""
     weights = [x for x in model.parameters() if x.requires_grad]
-    whole = model(**given)
+    whole = model(**inputs)
     expected = torch.autograd.grad(3 * whole.loss, weights, allow_unused=True)
     with monkeypatch.context() as patch:
         sizes = sizes_of_heads(model, patch)
-        output = model(**given, skip_logits=True)
+        output = model(**inputs, skip_logits=True)
     assert output.logits is None
-    assert 0 < max(sizes) <= given["input_ids"].numel() // 4
+    assert 0 < max(sizes) <= inputs["input_ids"].numel() // 4
     assert sizes.count(CHUNK) > 1
     assert output.keys() <= whole.keys() | {"final_state"}
     torch.testing.assert_close(output.loss, whole.loss, rtol=1e-5, atol=0)
@@ -68,7 +68,7 @@ def assert_same(model: Any, given: dict[str, Any], monkeypatch: pytest.MonkeyPat
         else:
             # in float32, in which stock mixers run whatever the model's dtype, their delta rule is off by 1e-4 itself
             assert (one - other).norm() <= 3e-4 * other.norm() + 1e-7
-    if given.get("initial_state") is not None:
+    if inputs.get("initial_state") is not None:
         for ours, theirs in zip(output.final_state, whole.final_state, strict=True):
             torch.testing.assert_close(ours.recurrent, theirs.recurrent)
 
@@ -96,18 +96,18 @@ def test_what_changes_logits_behind_the_head_counts(
     model_type: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = stateful(tiny_model(model_type, **changes)).train()
-    given = batch("from a state", model)
-    assert_same(model, given, monkeypatch)
+    inputs = batch("from a state", model)
+    assert_same(model, inputs, monkeypatch)
     plain = stateful(tiny_model(model_type)).train()
-    assert abs(model(**given, skip_logits=True).loss - plain(**given, skip_logits=True).loss) > 1e-3
+    assert abs(model(**inputs, skip_logits=True).loss - plain(**inputs, skip_logits=True).loss) > 1e-3
 
 
 @pytest.mark.parametrize("items", [None, torch.tensor(40)], ids=["mean", "a share"])
 @pytest.mark.parametrize("form", ["from a state", "padded"])
 def test_the_loss_of_experts_is_added(form: str, items: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = stateful(tiny_model("qwen3_next", output_router_logits=True, router_aux_loss_coef=0.5)).train()
-    given = batch(form, model) | ({} if items is None else {"num_items_in_batch": items})
-    assert_same(model, given, monkeypatch)
+    inputs = batch(form, model) | ({} if items is None else {"num_items_in_batch": items})
+    assert_same(model, inputs, monkeypatch)
 
 
 def test_models_of_images_and_text_skip_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +133,8 @@ def test_few_logits_are_computed_by_the_stock_class(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(modeling_loss, "LOGITS_PER_CHUNK", 1000 * VOCABULARY)
     model = stateful(tiny_model("falcon_h1")).train()
     for form in ("from a state", "padded"):
-        given = batch(form, model)
-        torch.testing.assert_close(model(**given, skip_logits=True).loss, model(**given).loss, rtol=0, atol=0)
+        inputs = batch(form, model)
+        torch.testing.assert_close(model(**inputs, skip_logits=True).loss, model(**inputs).loss, rtol=0, atol=0)
 
 
 def test_what_has_no_such_loss_is_refused() -> None:

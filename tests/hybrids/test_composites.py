@@ -13,7 +13,7 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from tests.hybrids.measures import random_tokens, read_in_pieces, relative_error
+from tests.hybrids.measures import random_tokens, read_in_chunks, relative_error
 from tests.hybrids.tiny_models import COMMON, COMPOSITE, TINY, tiny_composite, tiny_model
 
 IDS = random_tokens(2, 12, seed=5)
@@ -34,7 +34,7 @@ def test_every_way_of_loading_gives_the_language_model(model_type: str, tmp_path
         lambda folder: stateful(AutoModelForImageTextToText.from_pretrained(folder)),
     ):
         model: Any = load(str(tmp_path)).eval()
-        assert relative_error([read_in_pieces(model, IDS, (3, 1, 8))[0]], [expected]) < 1e-5
+        assert relative_error([read_in_chunks(model, IDS, (3, 1, 8))[0]], [expected]) < 1e-5
         assert relative_error([model(IDS, attention_mask=mask).logits[:1, 3:]], [alone]) < 1e-5
 
 
@@ -43,10 +43,10 @@ def test_it_is_trained_and_evaluated_by_the_commands(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     tiny_composite("qwen3_5", vocab_size=400).save_pretrained("base")
     Path("text.txt").write_text("What is read is kept. " * 200, encoding="utf-8")
-    given = ["--tokenizer", "bytes", "--data", "text.txt", "--training-length", "32"]
-    assert main(["train", "--model", "base", *given, "--max-steps", "1", "--output", "trained"]) == 0
+    options = ["--tokenizer", "bytes", "--data", "text.txt", "--training-length", "32"]
+    assert main(["train", "--model", "base", *options, "--max-steps", "1", "--output", "trained"]) == 0
     assert load_model("trained").config.model_type == "qwen3_5_text"
-    assert main(["evaluate", "base", "trained", *given, "--length", "64"]) == 0
+    assert main(["evaluate", "base", "trained", *options, "--length", "64"]) == 0
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_their_own_classes_are_wrapped(model_type: str, text_type: str) -> None:
     config = AutoConfig.for_model(model_type, text_config={"model_type": text_type, **COMMON, **TINY[text_type]})
     model: Any = AutoModelForImageTextToText.from_config(config).eval()
     expected = model(input_ids=IDS, use_cache=False).logits
-    assert relative_error([read_in_pieces(stateful(model), IDS, (3, 1, 8))[0]], [expected]) < 1e-5
+    assert relative_error([read_in_chunks(stateful(model), IDS, (3, 1, 8))[0]], [expected]) < 1e-5
 
 
 @pytest.mark.parametrize("load", [load_model, load_language_model])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from tests.hybrids.measures import pair, parts, random_state, random_tokens, read_in_pieces, relative_error
+from tests.hybrids.measures import pair, parts, random_state, random_tokens, read_in_chunks, relative_error
 from tests.hybrids.tiny_models import tiny_model
 
 TOKENS = random_tokens(2, 9, seed=7)
@@ -48,7 +48,7 @@ def test_in_bfloat16_states_stay_float32_and_carry(model_type: str) -> None:
         stock = tiny_model(model_type, seed=seed).bfloat16()
         model, tokens = stateful(copy.deepcopy(stock)), random_tokens(2, 12, seed=seed)
         exact = copy.deepcopy(stock).float()(input_ids=tokens).logits
-        logits, state = read_in_pieces(model, tokens, (5, 1, 6))
+        logits, state = read_in_chunks(model, tokens, (5, 1, 6))
         assert {part.dtype for part in parts(state)} == {torch.float32}
         others = logits, stock(input_ids=tokens).logits, model(input_ids=tokens[:, 6:]).logits
         own, stocks, restarted = ((x.float()[:, -6:] - exact[:, -6:]).square().mean(-1).median() for x in others)
@@ -62,8 +62,8 @@ def test_in_bfloat16_states_stay_float32_and_carry(model_type: str) -> None:
 def test_xlstm_takes_padding_in_float16() -> None:
     model = stateful(tiny_model("xlstm").half())
     full = stateful(copy.deepcopy(model).float())
-    given = {"attention_mask": MASK, "output_final_state": True}
-    assert relative_error([model(TOKENS, **given).logits.float()], [full(TOKENS, **given).logits]) < 0.02
+    arguments = {"attention_mask": MASK, "output_final_state": True}
+    assert relative_error([model(TOKENS, **arguments).logits.float()], [full(TOKENS, **arguments).logits]) < 0.02
 
 
 def test_under_autocast_states_stay_float32() -> None:

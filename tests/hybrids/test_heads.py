@@ -78,15 +78,15 @@ def test_micro_batches_are_one_batch(model_type: str, head: str, tmp_path: Path)
 
 @torch.no_grad()
 @pytest.mark.parametrize(("model_type", "head"), CASES)
-def test_pieces_are_the_whole(model_type: str, head: str) -> None:
+def test_chunks_are_the_whole(model_type: str, head: str) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **COMMON | TINY[model_type])
     stock = HEADS[head][0].from_config(config, dtype=torch.float32).eval()
     model: Any = stateful(copy.deepcopy(stock))
     ids = torch.randint(3, VOCABULARY, (2, 13))
     expected, state, cache, found = stock(ids), None, model.new_attention_cache(), []
-    for piece in ids.split([5, 1, 7], dim=1):
-        output = model(piece, initial_state=state, attention_cache=cache, output_final_state=True)
+    for chunk in ids.split([5, 1, 7], dim=1):
+        output = model(chunk, initial_state=state, attention_cache=cache, output_final_state=True)
         state = output.final_state
         found.append(output)
     for name in ("start_logits", "end_logits") if head == "question" else ("logits",):

@@ -1,4 +1,4 @@
-"""The law of wrapped models: in any pieces, a text gives what it gives at once.
+"""The law of wrapped models: in any chunks, a text gives what it gives at once.
 
 Compared are logits, the final states, keys and values, and the gradients of a number that depends on all of them: of
 embeddings, parameters, initial states, and initial keys and values. The truth reads each sequence alone and at once:
@@ -138,16 +138,16 @@ def seen(model: Any, keys: dict[int, Any], row: int, length: int) -> list[Tensor
     return [x[row, :, x.shape[2] - limits[i] :].flatten() for i, pair in keys.items() for x in pair]
 
 
-def by_pieces(model: Any, embeds: Tensor, words: list[str], lengths: list[int], start: Start) -> list[Tensor]:
-    """Logits, zero at padding, final states, keys and values; from one call for each piece."""
+def by_chunks(model: Any, embeds: Tensor, words: list[str], lengths: list[int], start: Start) -> list[Tensor]:
+    """Logits, zero at padding, final states, keys and values; from one call for each chunk."""
     (positions, mask), logits = positions_and_mask(words), []
     for row, word in enumerate(words if model.attends else []):
         positions[row, [place for places in places_of(word)[:1] for place in places]] += start.lengths[row]
     packed, state, cache = any("b" in word for word in words), start.state, start.cache(model)
-    for piece, place, real in zip(*(x.split(lengths, dim=1) for x in (embeds, positions, mask)), strict=True):
-        given = {"position_ids": place} if packed else {}
-        given |= {} if bool(mask.all()) else {"attention_mask": real}
-        output = model(inputs_embeds=piece, initial_state=state, attention_cache=cache, **given)
+    for chunk, place, real in zip(*(x.split(lengths, dim=1) for x in (embeds, positions, mask)), strict=True):
+        arguments = {"position_ids": place} if packed else {}
+        arguments |= {} if bool(mask.all()) else {"attention_mask": real}
+        output = model(inputs_embeds=chunk, initial_state=state, attention_cache=cache, **arguments)
         state = output.final_state
         logits.append(output.logits * real[..., None])
     left = []
@@ -216,7 +216,7 @@ def truth(model: Any, stock: Any, form: str, kind: str) -> tuple[Start, list[Ten
 def largest_error(
     model: Any, stock: Any, form: str, split: str, kind: str, modes: tuple[bool, ...] = (False, True)
 ) -> float:
-    """Of pieces against sequences alone, with activation checkpointing and without."""
+    """Of chunks against sequences alone, with activation checkpointing and without."""
     words, T = WORDS[form], len(WORDS[form][0])
     every = {"whole": [*range(1, 8), *range(62, T)], "packed": [1, 2, 3, 6, 13, 14, 16, 17, 21, 23]}
     named = {"at once": [], "T-1": [T - 1], "every": every.get(form) or list(range(1, T))}
@@ -228,7 +228,7 @@ def largest_error(
         if checkpointed:  # backward leaves the mode
             wide = model.dtype == torch.float64
             with_checkpointing(model, **{"context_fn": lambda: (nullcontext(), InFloat64())} if wide else {})
-        actual = results_of(lambda x: by_pieces(model, x, words, lengths, start), model, words, start)
+        actual = results_of(lambda x: by_chunks(model, x, words, lengths, start), model, words, start)
         errors.append(relative_error(actual, expected))
     return max(errors)
 
@@ -250,14 +250,14 @@ def cases() -> list[Any]:
             kind = ("nothing", "random")[(number + index) % 2]
             for split in (CUTS[(number + 3 * index + step) % len(CUTS)] for step in range(2 + (len(each) == 3))):
                 modes = (False, True) if (index + CUTS.index(split)) % 2 else (False,)
-                given = (name, changed, window), form, split, kind, modes
-                found.append(pytest.param(*given, marks=marks, id=f"{label}-{split}-{kind}"))
+                case = (name, changed, window), form, split, kind, modes
+                found.append(pytest.param(*case, marks=marks, id=f"{label}-{split}-{kind}"))
     return found
 
 
 @pytest.mark.thinned(13)
 @pytest.mark.parametrize(("config", "form", "split", "kind", "modes"), cases())
-def test_pieces_are_the_whole(
+def test_chunks_are_the_whole(
     config: tuple[str, bool, int | None], form: str, split: str, kind: str, modes: tuple[bool, ...]
 ) -> None:
     with InFloat64():
@@ -286,7 +286,7 @@ def test_random_states_and_keys_go_on_as_in_single_steps_of_the_stock_model(mode
         output = model(input_ids=tokens, initial_state=start.state, attention_cache=start.cache(model))
         logits, places = [], "position_ids" in inspect.signature(stock.forward).parameters
         for place, token in enumerate(tokens.split(1, dim=1), READ[0]):
-            given = {"position_ids": torch.tensor([[place]])} if places else {}  # Bamba does not ask the cache
-            logits.append(stock(input_ids=token, **{name: cache}, **given).logits)
+            arguments = {"position_ids": torch.tensor([[place]])} if places else {}  # Bamba does not ask the cache
+            logits.append(stock(input_ids=token, **{name: cache}, **arguments).logits)
         found = [output.logits, *parts(output.final_state)]
         assert relative_error(found, [torch.cat(logits, 1), *state_of_stock_cache(model, cache)]) < TOLERANCE

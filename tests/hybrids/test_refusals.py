@@ -69,8 +69,8 @@ def learned(model: Any) -> Any:
     return model
 
 
-def read(model: Any, **given: Any) -> Any:
-    return model(**{"input_ids": X, "output_final_state": True} | given)
+def read(model: Any, **inputs: Any) -> Any:
+    return model(**{"input_ids": X, "output_final_state": True} | inputs)
 
 
 def layer(model: Any, part: str, change: Callable[[Any], Any]) -> Any:
@@ -225,17 +225,17 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rows of a prompt": (lambda m: m.generate(X[:1], initial_state=m.zero_state(2)), "must be a tensor"),
     **{
         f"prompts in a row, {form}, {start}": (
-            lambda m, given=given, start=start: m.generate(
-                random_tokens(2, 17), **given, **GREEDY, **({"initial_state": m.zero_state(2)} if start else {})
+            lambda m, inputs=inputs, start=start: m.generate(
+                random_tokens(2, 17), **inputs, **GREEDY, **({"initial_state": m.zero_state(2)} if start else {})
             ),
             "one sequence per row",
         )
-        for form, given in forms_of(WHOLE).items()
+        for form, inputs in forms_of(WHOLE).items()
         for start in (False, True)
     },
     **{
-        f"form: {form}": (lambda m, given=given: read(m, input_ids=random_tokens(2, 17), **given), re.escape(message))
-        for form, (given, message) in wrong_forms(WHOLE).items()
+        f"form: {form}": (lambda m, rows=rows: read(m, input_ids=random_tokens(2, 17), **rows), re.escape(message))
+        for form, (rows, message) in wrong_forms(WHOLE).items()
     },
 }
 
@@ -264,13 +264,13 @@ def test_what_does_not_fit_is_refused(stock: Any, case: str) -> None:
 def test_a_refused_call_leaves_the_cache(stock: Any) -> None:
     model = stateful(copy.deepcopy(stock))
     cache = cached(model)
-    for tokens, given in (
+    for tokens, inputs in (
         (random_tokens(4, 3), {}),
         (X, {"position_ids": PACKED}),
         (X, {"position_ids": COUNTED}),
     ):
         with pytest.raises(ValueError, match=r"not 4|several sequences|must count"):
-            called(model, tokens, cache, **given)
+            called(model, tokens, cache, **inputs)
     logits = called(model, Y, cache).logits
     assert relative_error([logits], [model(torch.cat([X, Y], 1), use_cache=False).logits[:, 9:]]) < 1e-5
 

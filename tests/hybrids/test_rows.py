@@ -25,19 +25,19 @@ def test_every_form_is_read_as_the_sequences_alone(model_type: str, words: list[
     """The stock models would read on from one sequence to the next, and from padding on the left."""
     model, tokens, first = stateful(tiny_model(model_type)), tokens_of(words), list[Tensor]()
     state, real = random_state(model, len(words)), real_of(words)[..., None]
-    for form, given in forms_of(words).items():
-        output = model(tokens, initial_state=state, **given)
+    for form, inputs in forms_of(words).items():
+        output = model(tokens, initial_state=state, **inputs)
         found = [output.logits * real, *parts(output.final_state)]
         first = first or found
         assert all(map(torch.equal, found, first)), form
     for run in (model, model.base_model):
         expected = torch.cat([run(tokens[row : row + 1, p], use_cache=False)[0][0] for row, p in places_of(words)])
-        for form, given in forms_of(words).items():
-            output = run(tokens, **given)
+        for form, inputs in forms_of(words).items():
+            output = run(tokens, **inputs)
             assert getattr(output, "final_state", None) is None
             actual = torch.cat([output[0][row, places] for row, places in places_of(words)])
             assert relative_error([actual], [expected]) < 1e-5, form
-        assert torch.equal(run(tokens, return_dict=False, **given)[0], output[0])
+        assert torch.equal(run(tokens, return_dict=False, **inputs)[0], output[0])
 
 
 @torch.no_grad()
@@ -46,9 +46,9 @@ def test_forms_of_one_sequence_change_nothing(model_type: str) -> None:
     model, words = stateful(tiny_model(model_type)), ["a" * 9] * 2
     tokens = tokens_of(words)
     expected = model(tokens, use_cache=False).logits
-    for form, given in forms_of(words).items():
+    for form, inputs in forms_of(words).items():
         for more in ({}, {"output_final_state": True}):
-            torch.testing.assert_close(model(tokens, **given, **more).logits, expected, msg=form)
+            torch.testing.assert_close(model(tokens, **inputs, **more).logits, expected, msg=form)
 
 
 TOKENS = torch.arange(3, 12)[None].repeat(2, 1)
@@ -60,9 +60,9 @@ MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0, 0, 0]])
 def test_the_backbone_stands_its_hidden_states_at_their_tokens() -> None:
     model = stateful(tiny_model("falcon_h1")).model
     tokens, (positions, mask) = tokens_of(PACKED), positions_and_mask(PACKED)
-    given = {"attention_mask": mask, "position_ids": positions, "output_hidden_states": True}
+    inputs = {"attention_mask": mask, "position_ids": positions, "output_hidden_states": True}
     for more in ({}, {"output_final_state": True}):
-        output = model(input_ids=tokens, **given, **more)
+        output = model(input_ids=tokens, **inputs, **more)
         for row, places in places_of(PACKED):
             one = model(input_ids=tokens[row : row + 1, places], use_cache=False, output_hidden_states=True)
             assert relative_error([output.last_hidden_state[row, places]], [one.last_hidden_state[0]]) < EXACT

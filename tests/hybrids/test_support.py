@@ -11,7 +11,7 @@ from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
 from hf_recurrent_lengthgen.hybrids import wrapping
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, StockType
 from tests.hybrids import support
-from tests.hybrids.measures import random_tokens, read_in_pieces, relative_error
+from tests.hybrids.measures import random_tokens, read_in_chunks, relative_error
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, TINY, tiny_model
 
 QUICK = {"bamba", "jamba", "lfm2_moe", "qwen3_next", "xlstm"}
@@ -65,7 +65,7 @@ def test_one_entry_is_all_that_a_type_needs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(SUPPORTED, "toy", StockType("(D, N)", ("dt_proj",), "it is a toy"))
     wrapped = wrapping.stateful(model)
     tokens = random_tokens(2, 9)
-    logits, _ = read_in_pieces(wrapped, tokens, (3, 1, 5))
+    logits, _ = read_in_chunks(wrapped, tokens, (3, 1, 5))
     assert relative_error([logits], [stock(input_ids=tokens).logits]) < support.TOLERANCE
     assert wrapped.no_noise == "it is a toy"
     assert "dt_proj" not in wrapped.lora_target_modules

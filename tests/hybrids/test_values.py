@@ -45,7 +45,7 @@ def contents(state: Any, cache: Any) -> list[Tensor]:
 
 
 def after(model: Any, state: Any, cache: Any, tokens: Tensor) -> Tensor:
-    """Logits of the next tokens; the given value stays as it is."""
+    """Logits of the next tokens; the cache stays as it is."""
     cache = None if cache is None else copy.copy(cache)
     return model(tokens, initial_state=state, attention_cache=cache).logits  # type: ignore[no-any-return]
 
@@ -103,8 +103,8 @@ def test_a_copy_is_a_value_of_its_own(model_type: str) -> None:
     branches = [copy.copy(cache), copy.deepcopy(cache), cache]
     rests = [random_tokens(2, 4, seed=seed) for seed in (1, 2, 3)]
     for branch, rest in zip(branches, rests, strict=True):
-        for piece in (rest[:, :1], rest[:, 1:]):
-            logits = model(piece, **{name: branch}).logits
+        for chunk in (rest[:, :1], rest[:, 1:]):
+            logits = model(chunk, **{name: branch}).logits
         expected = model(torch.cat([text[:, :7], rest], 1), use_cache=False).logits[:, -3:]
         assert relative_error([logits], [expected]) < TOLERANCE
         assert branch.get_seq_length() == 11
@@ -120,20 +120,20 @@ def test_a_copy_is_a_value_of_its_own(model_type: str) -> None:
 def test_a_second_turn_goes_on_from_the_cache_of_the_first(model_type: str, padded: bool) -> None:
     model: Any = stateful(tiny_model(model_type))
     name = cache_argument(model)
-    prompt, given = TOKENS[:2], {"attention_mask": MASK[:2]} if padded else {}
-    first = model.generate(prompt, **given, **GREEDY, return_dict_in_generate=True)
+    prompt, mask = TOKENS[:2], {"attention_mask": MASK[:2]} if padded else {}
+    first = model.generate(prompt, **mask, **GREEDY, return_dict_in_generate=True)
     cache = next(x for x in first.values() if isinstance(x, HybridCache))  # releases name it otherwise
     text = torch.cat([first.sequences, random_tokens(2, 3, seed=9)], dim=1)
     if padded:
-        given = {"attention_mask": torch.cat([MASK[:2], torch.ones(2, text.shape[1] - 12).long()], dim=1)}
-    found = model.generate(text, **given, **GREEDY, **{name: cache})
-    assert torch.equal(found, model.generate(text, **given, **GREEDY))
-    assert torch.equal(found, model.generate(text, **given, **GREEDY, use_cache=False))
+        mask = {"attention_mask": torch.cat([MASK[:2], torch.ones(2, text.shape[1] - 12).long()], dim=1)}
+    found = model.generate(text, **mask, **GREEDY, **{name: cache})
+    assert torch.equal(found, model.generate(text, **mask, **GREEDY))
+    assert torch.equal(found, model.generate(text, **mask, **GREEDY, use_cache=False))
     assert cache.get_seq_length() == found.shape[1] - 1
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_nothing_that_is_given_changes(model_type: str) -> None:
+def test_no_argument_changes(model_type: str) -> None:
     model: Any = stateful(tiny_model(model_type))
     state, cache = read(model)
     state = map_state(lambda part: part.detach().requires_grad_(), state)
@@ -152,11 +152,11 @@ def test_nothing_that_is_given_changes(model_type: str) -> None:
 def test_a_generation_config_is_honored_with_a_state(positional: bool) -> None:
     model: Any = stateful(tiny_model("lfm2"))
     config, start = GenerationConfig(**GREEDY), {"initial_state": model.zero_state(2)}
-    given = ((config,), {}) if positional else ((), {"generation_config": config})
-    found = model.generate(TEXT, *given[0], **given[1], **start)
+    arguments = ((config,), {}) if positional else ((), {"generation_config": config})
+    found = model.generate(TEXT, *arguments[0], **arguments[1], **start)
     assert torch.equal(found, model.generate(TEXT, **GREEDY, **start))
-    asked = GREEDY | {"cache_implementation": "dynamic"}
-    assert torch.equal(model.generate(TEXT, GenerationConfig(**asked)), model.generate(TEXT, **GREEDY))
+    settings = GREEDY | {"cache_implementation": "dynamic"}
+    assert torch.equal(model.generate(TEXT, GenerationConfig(**settings)), model.generate(TEXT, **GREEDY))
 
 
 @torch.no_grad()

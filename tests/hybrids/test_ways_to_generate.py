@@ -37,15 +37,15 @@ def rows_by_calls(model: Any, state: Any) -> Tensor:
     """Greedy tokens of each row alone, each from a call with the whole text."""
     rows = []
     for row, length in enumerate(LENGTHS):
-        given = {"use_cache": False} if state is None else {"initial_state": take_rows(state, slice(row, row + 1))}
-        rows.append(by_calls(model, IDS[row : row + 1, -length:], NEW, **given))
+        arguments = {"use_cache": False} if state is None else {"initial_state": take_rows(state, slice(row, row + 1))}
+        rows.append(by_calls(model, IDS[row : row + 1, -length:], NEW, **arguments))
     return torch.cat(rows)
 
 
-def alone(model: Any, **given: Any) -> Tensor:
+def alone(model: Any, **options: Any) -> Tensor:
     """What `generate` gives for each row alone."""
     rows = [
-        model.generate(IDS[i : i + 1, -length:], **given)[:, length:].flatten() for i, length in enumerate(LENGTHS)
+        model.generate(IDS[i : i + 1, -length:], **options)[:, length:].flatten() for i, length in enumerate(LENGTHS)
     ]
     return torch.stack(rows)
 
@@ -125,17 +125,17 @@ def test_offloaded_models_carry_states(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("places", [{"": "disk"}, {"": "cpu"}], ids=str)
-def test_a_device_map_of_from_pretrained_is_exact_in_families_and_told_to_stateful(places: dict[str, str]) -> None:
+def test_a_device_map_of_from_pretrained_is_exact_in_families_and_reported_to_stateful(places: dict[str, str]) -> None:
     whole, stock = new_model("family", "gla"), tiny_model("lfm2")
     state = whole(IDS[1:2], output_final_state=True).final_state
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
         for model, place in ((whole, folder), (stock, other)):
             model.save_pretrained(place)
-        given: dict[str, Any] = {"device_map": places, "offload_folder": f"{folder}/offloaded"}
-        loaded = type(whole).from_pretrained(folder, **given)
+        options: dict[str, Any] = {"device_map": places, "offload_folder": f"{folder}/offloaded"}
+        loaded = type(whole).from_pretrained(folder, **options)
         logits = loaded(IDS[1:2], initial_state=state).logits
         torch.testing.assert_close(logits, whole(IDS[1:2], initial_state=state).logits, rtol=0, atol=0)
-        wrapped: Any = type(stock).from_pretrained(other, **given)
+        wrapped: Any = type(stock).from_pretrained(other, **options)
         if places[""] == "cpu":  # no hooks
             assert stateful(wrapped).attends
         else:
@@ -157,6 +157,6 @@ def test_a_learned_state_is_added_after_offloading() -> None:
 def test_prompts_may_be_embeddings() -> None:
     model = new_model("hybrid", "qwen3_next")
     state = map_state(Tensor.detach, random_state(model, 3))
-    given = {"attention_mask": MASK, "initial_state": state, **GREEDY}
-    generated = model.generate(inputs_embeds=model.get_input_embeddings()(IDS), **given)
-    assert torch.equal(generated, model.generate(IDS, **given)[:, 9:])
+    arguments = {"attention_mask": MASK, "initial_state": state, **GREEDY}
+    generated = model.generate(inputs_embeds=model.get_input_embeddings()(IDS), **arguments)
+    assert torch.equal(generated, model.generate(IDS, **arguments)[:, 9:])

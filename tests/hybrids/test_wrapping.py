@@ -69,8 +69,8 @@ def test_without_keys_each_call_is_a_text_of_its_own_to_attention(model_type: st
     stock = tiny_model(model_type)
     model: Any = stateful(copy.deepcopy(stock))
     lengths, state, outputs = (3, 1, 5), model.zero_state(2), []
-    for piece in TOKENS.split(lengths, dim=1):
-        output = model(input_ids=piece, initial_state=state)
+    for chunk in TOKENS.split(lengths, dim=1):
+        output = model(input_ids=chunk, initial_state=state)
         state = output.final_state
         outputs.append(output.logits)
     # Transformers takes positions that restart for packed sequences, whose attention it keeps apart
@@ -123,7 +123,7 @@ def test_checkpointing_recomputes_every_layer(model: Any) -> None:
     with_checkpointing(model)
     calls: list[Any] = []
     for layer in model.model.layers:
-        layer.mamba.register_forward_hook(lambda *given: calls.append(call_of((), given[2])), with_kwargs=True)
+        layer.mamba.register_forward_hook(lambda *args: calls.append(call_of((), args[2])), with_kwargs=True)
     state = random_state(model, 2)
     calls.clear()
     output = model(TOKENS, initial_state=state, output_final_state=True)

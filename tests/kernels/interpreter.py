@@ -47,16 +47,16 @@ def stand_in_for_a_gpu() -> None:
     def scan_slices(self: Any, inputs: Any) -> Any:
         data = [numpy.moveaxis(part.handle.data, self.axis, 0) for part in inputs]
         found = [numpy.empty_like(part) for part in data]
-        state = [self.to_tensor(part[0], given.dtype) for part, given in zip(data, inputs, strict=True)]
+        state = [self.to_tensor(part[0], tensor.dtype) for part, tensor in zip(data, inputs, strict=True)]
         for i in range(len(data[0])):
             if i:
-                now = [self.to_tensor(part[i], given.dtype) for part, given in zip(data, inputs, strict=True)]
+                now = [self.to_tensor(part[i], tensor.dtype) for part, tensor in zip(data, inputs, strict=True)]
                 state = self.combine_fn.fn(*state, *now)
             for part, value in zip(found, state, strict=True):
                 part[i] = value.handle.data
         return [
-            self.to_tensor(numpy.ascontiguousarray(numpy.moveaxis(part, 0, self.axis)), given.dtype)
-            for part, given in zip(found, inputs, strict=True)
+            self.to_tensor(numpy.ascontiguousarray(numpy.moveaxis(part, 0, self.axis)), tensor.dtype)
+            for part, tensor in zip(found, inputs, strict=True)
         ]
 
     def counted(*bounds: Any) -> Any:
@@ -121,7 +121,7 @@ def causal_conv1d_bwd_function(
     return_dinitial_states: bool,
     silu_activation: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, which is written to `dx` where that is given, of weight, bias and initial states."""
+    """Gradients of x, which is written to `dx` where that is present, of weight, bias and initial states."""
     _check(x, weight, bias, initial_states, dfinal_states, dout, dx)
     assert seq_idx is None
     wide, length = weight.float(), x.shape[2]
@@ -184,8 +184,8 @@ class _CausalConv1dFn(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         x, weight, bias, states = ctx.saved_tensors
         dout = dout if dout.stride(1) == 1 else dout.mT.contiguous().mT
-        given = states is not None
-        found = causal_conv1d_bwd_function(x, weight, bias, dout, None, states, None, None, given, ctx.activation)
+        initial = states is not None
+        found = causal_conv1d_bwd_function(x, weight, bias, dout, None, states, None, None, initial, ctx.activation)
         return *found, None
 
 

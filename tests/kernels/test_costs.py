@@ -23,7 +23,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("what", ["Mamba-1 mixer", "Mamba-1 block", "Mamba-2 mixer", "Mamba-2 block"])
 def test_at_most_a_tenth_more_is_kept_than_mamba_ssm_keeps(what: str, costs: dict[str, Any]) -> None:
-    """Though states are given and returned, with gradients; for a row their own bytes are kept."""
+    """Though states are passed and returned, with gradients; for a row their own bytes are kept."""
     ours, theirs = (costs[f"{what}, {who}"] for who in ("ours", "mamba-ssm"))
     assert ours["bytes_per_token"] <= 1.1 * theirs["bytes_per_token"]
     state = {"Mamba-1": 4 * 1536 * (16 + 3), "Mamba-2": 4 * (24 * 64 * 128 + 3 * (1536 + 2 * 128))}[what[:7]]

@@ -103,7 +103,7 @@ def results(
     ],
     ids=["gla", "gla with convolutions", "gated_deltanet", "delta_net"],
 )
-def test_a_model_in_pieces_on_kernels_is_the_whole_in_torch(
+def test_a_model_in_chunks_on_kernels_is_the_whole_in_torch(
     family: Family, changes: dict[str, Any], cuts: tuple[int, ...], expected: set[str], called: set[str]
 ) -> None:
     """Outputs, final states and all gradients, of padded rows, the states carried; one token has no kernel."""

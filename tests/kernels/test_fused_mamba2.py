@@ -375,8 +375,8 @@ def test_a_wrapped_model_takes_it_with_states_and_without(fused: list[bool]) -> 
     with torch.no_grad():
         plain = model(tokens)
         assert fused == [True] * mixers
-        given = model(tokens, initial_state=model.zero_state(1))
+        initial = model(tokens, initial_state=model.zero_state(1))
         assert fused == [True] * 2 * mixers
         exact = model.double()(tokens, initial_state=model.zero_state(1))
-    torch.testing.assert_close(plain.logits, given.logits, rtol=0, atol=0)
-    torch.testing.assert_close(given.logits.double(), exact.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(plain.logits, initial.logits, rtol=0, atol=0)
+    torch.testing.assert_close(initial.logits.double(), exact.logits, rtol=1e-5, atol=1e-5)

@@ -20,7 +20,7 @@ NAMES = [
 @pytest.mark.filterwarnings("ignore:ChunkDeltaRuleFunction does not support float32:RuntimeWarning")
 @pytest.mark.parametrize("case", NAMES)
 def test_a_kernel_is_the_definition(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs, final states and all gradients; whole, and in two pieces of time and one row at a time."""
+    """Outputs, final states and all gradients; whole, and in two chunks of time and one row at a time."""
     name = case.removesuffix(PER_CHANNEL)
     if name != case:
         for module in (scan_delta, scan_trapezoid):
@@ -42,7 +42,7 @@ def test_a_kernel_is_the_definition(case: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(scans, "P", width)
     monkeypatch.setattr(scans, "N", state)
     options = {"chunk_size": 16} if "ssd" in name else {}
-    # whole, over borders of chunks, which have 16 or 64 tokens; in pieces. By channel, the kernel is another case's
+    # whole, over borders of chunks, which have 16 or 64 tokens; in chunks. By channel, the kernel is another case's
     long = 33 if "chunk_size" in options or name == "dplr" else 65
     for length in (3,) if name != case else (1, long, 5):
         if length == 5:

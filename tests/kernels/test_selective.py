@@ -56,39 +56,39 @@ def random_inputs(length: int, channels: int, states: int, rows: int = 1) -> dic
     generator = torch.Generator().manual_seed(length)
     every, token = (rows, length, channels), (rows, length, states)
     shapes = every, every, (channels, states), token, token, (channels,), (rows, channels, states), every
-    given = {name: torch.randn(shape, generator=generator) for name, shape in zip(NAMES, shapes, strict=True)}
-    given["dt"] = 3 * given["dt"] - 1
-    given["A"] = -4 * given["A"].exp()
-    return {name: value.bfloat16().double() for name, value in given.items()}
+    inputs = {name: torch.randn(shape, generator=generator) for name, shape in zip(NAMES, shapes, strict=True)}
+    inputs["dt"] = 3 * inputs["dt"] - 1
+    inputs["A"] = -4 * inputs["A"].exp()
+    return {name: value.bfloat16().double() for name, value in inputs.items()}
 
 
 def measured(
-    scan: Any, given: dict[str, Tensor], scored: str = "both", fixed: tuple[str, ...] = ()
+    scan: Any, inputs: dict[str, Tensor], scored: str = "both", fixed: tuple[str, ...] = ()
 ) -> dict[str, Tensor]:
     """Outputs, final state and all gradients."""
-    leaves = {name: value.detach().requires_grad_(name not in fixed) for name, value in given.items()}
+    leaves = {name: value.detach().requires_grad_(name not in fixed) for name, value in inputs.items()}
     y, state = scan(*leaves.values(), softplus=True)
     objective = sum(
         (part.double() * weights_like(part.double(), seed).bfloat16()).sum()
         for seed, part in enumerate((y, state))
         if scored == "both" or seed == ("y", "state").index(scored)
     )
-    asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    gradients = torch.autograd.grad(objective, list(asked.values()), allow_unused=True, materialize_grads=True)
-    found = {"y": y, "final": state} | {f"of {name}": g for name, g in zip(asked, gradients, strict=True)}
+    trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = torch.autograd.grad(objective, list(trained.values()), allow_unused=True, materialize_grads=True)
+    found = {"y": y, "final": state} | {f"of {name}": g for name, g in zip(trained, gradients, strict=True)}
     return {name: value.detach() for name, value in found.items()}
 
 
-def in_float32(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.float() for name, value in given.items()}
+def in_float32(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.float() for name, value in inputs.items()}
 
 
-def assert_exact(given: dict[str, Tensor], tolerance: float = 1e-6, **options: Any) -> None:
-    actual = measured(selective_scan, in_float32(given), **options)
+def assert_exact(inputs: dict[str, Tensor], tolerance: float = 1e-6, **options: Any) -> None:
+    actual = measured(selective_scan, in_float32(inputs), **options)
     assert_equal_up_to(
         tolerance,
         {name: value.double() for name, value in actual.items()},
-        measured(definition, given, **options),
+        measured(definition, inputs, **options),
     )
 
 
@@ -124,8 +124,8 @@ def test_gradients_flow_from_and_to_what_asks_for_them(options: dict[str, Any]) 
 
 def test_extremes_are_exact() -> None:
     """Erasure, no step, padding, tiny and large steps, closed and open gates, over tiles and chunks."""
-    given = random_inputs(130, 3, 4)
-    given["A"][0], given["A"][1] = -1000.0, -1e-6
+    inputs = random_inputs(130, 3, 4)
+    inputs["A"][0], inputs["A"][1] = -1000.0, -1e-6
     for token, step in (
         (0, 1000.0),
         (1, -torch.inf),
@@ -135,25 +135,25 @@ def test_extremes_are_exact() -> None:
         (127, 60.0),
         (128, -87.0),
     ):
-        given["dt"][:, token] = step
-    given["dt"][:, 20:60] = -torch.inf
-    given["gate"][:, 5], given["gate"][:, 6] = -200.0, 200.0
-    assert_exact(given)
+        inputs["dt"][:, token] = step
+    inputs["dt"][:, 20:60] = -torch.inf
+    inputs["gate"][:, 5], inputs["gate"][:, 6] = -200.0, 200.0
+    assert_exact(inputs)
 
 
 def test_small_steps_keep_their_digits() -> None:
     """1 + e^-9 in float32 keeps three digits of e^-9."""
-    given = random_inputs(9, 3, 4)
-    given["dt"], given["state"] = given["dt"] - 12, torch.zeros_like(given["state"])
-    assert_exact(given, 3e-6)
+    inputs = random_inputs(9, 3, 4)
+    inputs["dt"], inputs["state"] = inputs["dt"] - 12, torch.zeros_like(inputs["state"])
+    assert_exact(inputs, 3e-6)
 
 
 def test_padding_leaves_the_state_and_gets_no_gradient() -> None:
-    given = random_inputs(12, 3, 5, rows=2)
-    given["dt"][:, 5:] = -torch.inf
-    whole = measured(selective_scan, in_float32(given), scored="state")
+    inputs = random_inputs(12, 3, 5, rows=2)
+    inputs["dt"][:, 5:] = -torch.inf
+    whole = measured(selective_scan, in_float32(inputs), scored="state")
     over_time = [name for name in NAMES if name not in ("A", "D", "state")]
-    short = {name: value[:, :5] if name in over_time else value for name, value in in_float32(given).items()}
+    short = {name: value[:, :5] if name in over_time else value for name, value in in_float32(inputs).items()}
     expected = measured(selective_scan, short, scored="state")
     for name in ("final", "of A", "of state"):
         torch.testing.assert_close(whole[name], expected[name], rtol=0, atol=0)
@@ -164,12 +164,12 @@ def test_padding_leaves_the_state_and_gets_no_gradient() -> None:
 
 def test_bfloat16_is_rounded_once() -> None:
     """What comes in bfloat16 goes back in it, and is computed in float32. The interpreter rounds towards zero."""
-    given = random_inputs(20, 3, 5)
+    inputs = random_inputs(20, 3, 5)
     low = {
         name: value.to(torch.bfloat16 if name in ("x", "B", "C", "gate") else torch.float32)
-        for name, value in given.items()
+        for name, value in inputs.items()
     }
-    actual, exact = measured(selective_scan, low), measured(definition, given)
+    actual, exact = measured(selective_scan, low), measured(definition, inputs)
     assert actual["y"].dtype == actual["of gate"].dtype == torch.bfloat16
     assert actual["final"].dtype == actual["of dt"].dtype == torch.float32
     for name, value in actual.items():
@@ -180,13 +180,13 @@ def test_bfloat16_is_rounded_once() -> None:
 
 def test_slices_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a projection, one projection for all rows, and channels that are not last in memory."""
-    given = in_float32(random_inputs(9, 4, 5, rows=2))
-    expected = measured(selective_scan, given)
-    strided = dict(given)
-    strided["x"] = torch.cat([given["gate"], given["x"], given["dt"]], -1)[..., 4:8]
-    strided["B"] = torch.cat([given["B"], given["C"]], -1)[..., :5]
-    strided["gate"] = given["gate"].mT.contiguous().mT
-    strided["dt"] = given["dt"].repeat_interleave(2, 1)[:, ::2]
+    inputs = in_float32(random_inputs(9, 4, 5, rows=2))
+    expected = measured(selective_scan, inputs)
+    strided = dict(inputs)
+    strided["x"] = torch.cat([inputs["gate"], inputs["x"], inputs["dt"]], -1)[..., 4:8]
+    strided["B"] = torch.cat([inputs["B"], inputs["C"]], -1)[..., :5]
+    strided["gate"] = inputs["gate"].mT.contiguous().mT
+    strided["dt"] = inputs["dt"].repeat_interleave(2, 1)[:, ::2]
     actual = measured(selective_scan, strided)
     for name, value in actual.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
@@ -195,7 +195,7 @@ def test_slices_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     new_empty = Tensor.new_empty
     monkeypatch.setattr(
-        Tensor, "new_empty", lambda self, *shape, **given: new_empty(self, *shape, **given).fill_(torch.nan)
+        Tensor, "new_empty", lambda self, *shape, **options: new_empty(self, *shape, **options).fill_(torch.nan)
     )
     for length in (3, 8):
         assert all(
@@ -212,34 +212,34 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest
         return nullcontext()
 
     monkeypatch.setattr(scan_selective_kernel, "_on_device_of", on_device_of)
-    given = in_float32(random_inputs(2, 3, 1))
-    measured(selective_scan, given)
-    assert chosen == [given["x"].device] * 2
+    inputs = in_float32(random_inputs(2, 3, 1))
+    measured(selective_scan, inputs)
+    assert chosen == [inputs["x"].device] * 2
 
 
 def test_without_gradients_no_states_are_kept() -> None:
-    given = in_float32(random_inputs(9, 3, 5))
+    inputs = in_float32(random_inputs(9, 3, 5))
     with torch.no_grad():
-        y, state = selective_scan(*given.values(), softplus=True)
-    expected = measured(selective_scan, given)
+        y, state = selective_scan(*inputs.values(), softplus=True)
+    expected = measured(selective_scan, inputs)
     assert torch.equal(y, expected["y"])
     assert torch.equal(state, expected["final"])
 
 
 def test_second_derivatives_are_refused() -> None:
-    given = in_float32(random_inputs(3, 3, 5))
-    given["x"].requires_grad_()
+    inputs = in_float32(random_inputs(3, 3, 5))
+    inputs["x"].requires_grad_()
     (gradient,) = torch.autograd.grad(
-        selective_scan(*given.values(), softplus=True)[0].sum(), given["x"], create_graph=True
+        selective_scan(*inputs.values(), softplus=True)[0].sum(), inputs["x"], create_graph=True
     )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
 
 
 def test_a_compiled_graph_holds_it() -> None:
-    given = in_float32(random_inputs(9, 3, 5))
+    inputs = in_float32(random_inputs(9, 3, 5))
     compiled = torch.compile(selective_scan, fullgraph=True, backend="aot_eager")
-    assert_equal_up_to(1e-7, measured(compiled, given), measured(selective_scan, given))
+    assert_equal_up_to(1e-7, measured(compiled, inputs), measured(selective_scan, inputs))
 
 
 # --- the mixers ---
@@ -434,7 +434,7 @@ def test_what_acts_on_the_inputs_of_the_scan_gets_them(
 
 
 @pytest.mark.parametrize("family", [MAMBA, FALCON_MAMBA], ids=["mamba", "falcon_mamba"])
-@pytest.mark.parametrize("cuts", [(), (1, 6)], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("cuts", [(), (1, 6)], ids=["whole", "in chunks"])
 def test_models_carry_states_as_in_torch(family: Any, cuts: tuple[int, ...]) -> None:
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, 3:5] = mask[1, 9:] = 0

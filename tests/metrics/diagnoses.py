@@ -52,7 +52,7 @@ def states(
     unit: str = "head",
     known: bool = True,
 ) -> StateDiagnosis:
-    """States of `layers` x `heads` heads, those of `drifting` at the distance given; shares of the harm as given."""
+    """States of `layers` x `heads` heads, those of `drifting` at that distance, with these shares of the harm."""
     every = [(layer, number) for layer in range(layers) for number in range(heads)]
     groups = []
     if drifting:

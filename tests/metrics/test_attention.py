@@ -44,12 +44,12 @@ def test_each_of_four_contexts_is_that_of_plain_calls(model_type: str) -> None:
         with torch.no_grad():
             keys = model.new_attention_cache()
             state = model(tokens[:, :border], output_final_state=True, attention_cache=keys).final_state
-            piece = tokens[:, border : border + T]
+            chunk = tokens[:, border : border + T]
             expected = {
                 "both": model(tokens[:, : border + T]).logits,
-                "recurrent": model(piece, initial_state=state).logits,
-                "attention": model(piece, initial_state=zero, attention_cache=copy.deepcopy(keys)).logits,
-                "neither": model(piece).logits,
+                "recurrent": model(chunk, initial_state=state).logits,
+                "attention": model(chunk, initial_state=zero, attention_cache=copy.deepcopy(keys)).logits,
+                "neither": model(chunk).logits,
             }
         for name, logits in expected.items():
             np.testing.assert_allclose(getattr(found, name)[:, number], scored(logits, tokens, border), atol=1e-5)
@@ -83,7 +83,7 @@ def test_models_without_attention_and_short_texts_are_refused() -> None:
         attention_apart(hybrid("bamba"), text(2 * T - 1), T, progress=False)
 
 
-def test_weights_that_give_nan_are_told() -> None:
+def test_weights_that_give_nan_are_reported() -> None:
     model = hybrid("bamba")
     with torch.no_grad():
         model.lm_head.weight[:] = torch.nan

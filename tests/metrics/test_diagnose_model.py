@@ -77,14 +77,14 @@ def test_each_part_is_that_of_its_own_function(model: Any, tokens: np.ndarray) -
     assert from_json(to_json(document), Diagnosis) == document
 
 
-def test_parts_that_are_not_asked_for_are_left_out(model: Any, tokens: np.ndarray) -> None:
+def test_parts_that_are_not_requested_are_left_out(model: Any, tokens: np.ndarray) -> None:
     found = diagnosed(model, tokens, parts=("misalignment",))
     assert (list(found.parts), found.refused) == (["misalignment"], {})
     with pytest.raises(ValueError, match=r"parts must be some of states, .*; got state\.$"):
         diagnosed(model, tokens, parts=("state",))
 
 
-def test_remembrance_has_the_distances_that_are_asked_for(tokens: np.ndarray, tmp_path: Path) -> None:
+def test_remembrance_has_the_requested_distances(tokens: np.ndarray, tmp_path: Path) -> None:
     model, cache = build(MAMBA2).eval(), ResultCache(tmp_path)
     for names in ((), ("cosine",)):  # the first result in the cache is not taken for the second
         options: Any = {"parts": ("remembrance",), "remembrance_distances": names}
@@ -189,9 +189,9 @@ def test_states_are_seen_in_the_stream_of_the_evaluation(
     read = [0]
     forward = model.forward
 
-    def counting(input_ids: Any, *given: Any, initial_state: Any = None, **arguments: Any) -> Any:
+    def counting(input_ids: Any, *args: Any, initial_state: Any = None, **arguments: Any) -> Any:
         read[0] += input_ids.numel()
-        return forward(input_ids, *given, initial_state=initial_state, **arguments)
+        return forward(input_ids, *args, initial_state=initial_state, **arguments)
 
     monkeypatch.setattr(model, "forward", counting)
     evaluate_model(model, tokens, T, settings=QUIET_EVALUATION)

@@ -1,6 +1,6 @@
 """The pairs of model_cards/ on real text: each base fails by states that drift, and its intervention model does not.
 
-A intervention model has harm of at most 0.02 nats per byte in every octave of positions up to 64 training lengths.
+An intervention model has harm of at most 0.02 nats per byte in every doubling of positions up to 64 training lengths.
 """
 
 from typing import Any
@@ -59,8 +59,8 @@ def test_a_post_trained_model_does_no_harm_up_to_64_training_lengths(family: str
     texts = held_out(16, LENGTHS * length)
     whole = stream_nll(model, texts, progress=False).nll[:, length:]
     harm = (whole - window_nll(model, texts, length, progress=False).truncated).mean(0, keepdims=True)
-    octaves = [length * ((1 << octave) - 1) for octave in range(LENGTHS.bit_length())]
-    assert bin_means(harm, octaves).max() <= HARM
+    starts = [length * ((1 << doubling) - 1) for doubling in range(LENGTHS.bit_length())]
+    assert bin_means(harm, starts).max() <= HARM
 
 
 def diagnosed(name: str, texts: np.ndarray) -> tuple[float, StateDiagnosis]:

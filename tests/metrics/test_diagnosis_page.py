@@ -57,7 +57,7 @@ def page() -> str:
 
 @pytest.fixture(scope="module")
 def llama() -> Diagnosis:
-    """A model without states, and of which nothing else was asked."""
+    """A model without states, and of which nothing else was requested."""
     return Diagnosis("t", (without_parts(diagnosed("other", "llama", 1.4), "It has no state."),))
 
 
@@ -182,7 +182,7 @@ def test_a_hybrid_has_attention_apart_and_other_models_no_empty_rows(page: str) 
         assert words in text, words
 
 
-def test_everything_given_is_escaped() -> None:
+def test_all_input_is_escaped() -> None:
     evil = '"><script>alert(1)</script>&'
     found = states({(0, 1): 3.0})
     heads = tuple(dataclasses.replace(head, unit=evil) for head in found.heads)
@@ -228,7 +228,7 @@ def test_the_page_of_a_large_model_stays_small() -> None:
     assert len(page) < 1_000_000
 
 
-def test_paths_are_told_once_and_named_by_their_ends() -> None:
+def test_paths_are_written_once_and_named_by_their_ends() -> None:
     models = diagnosed("base", "/data/run 7/base", 1.0), diagnosed("intervention", "/data/run 7/intervention", 0.0)
     page = diagnosis_page(Diagnosis("t", models))
     assert "Base fails beyond 64 tokens. Intervention restores length generalization" in Reader(page).text.replace(

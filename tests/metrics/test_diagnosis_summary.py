@@ -98,19 +98,19 @@ def test_a_sentence_names_its_numbers(text: str, numbers: tuple[str, ...]) -> No
 
 
 def test_the_summary_has_the_verdict_and_the_reason_of_each_model() -> None:
-    told = verdicts(expected())
-    assert diagnosis_summary(expected()) == " ".join(part for verdict in told for part in verdict)
-    assert [verdict.headline for verdict in told] == [
+    reported = verdicts(expected())
+    assert diagnosis_summary(expected()) == " ".join(part for verdict in reported for part in verdict)
+    assert [verdict.headline for verdict in reported] == [
         "Base fails beyond 64 tokens.",
         "Sp restores length generalization to 1,024 tokens.",
     ]
-    assert [part in told[0].reason for part in ("layers 0 and 1", "3 of its 8", "97%")] == [True] * 3
+    assert [part in reported[0].reason for part in ("layers 0 and 1", "3 of its 8", "97%")] == [True] * 3
     model = without_parts(diagnosed("other", "llama", 1.4), "It has no state.")
     assert verdicts(Diagnosis("", (model,)))[0].reason == ""
     assert facts(model) == {}
 
 
-def test_what_is_not_there_is_not_told() -> None:
+def test_what_is_not_there_is_not_reported() -> None:
     assert patching_text(of_states(patching=None), "byte") == ""
     assert attention_text(ONE, "byte") == windows_text(ONE, "byte") == ""
 
@@ -142,7 +142,7 @@ def test_the_worst_of_several_heads_is_named_if_one_confidence_for_all_shows_it(
 
 
 @pytest.mark.parametrize(
-    ("places", "told"),
+    ("places", "sentences"),
     [
         ({}, ""),
         ({3: None}, ""),
@@ -154,28 +154,28 @@ def test_the_worst_of_several_heads_is_named_if_one_confidence_for_all_shows_it(
         (dict.fromkeys(range(7), 512), "the states of 7 layers left the training distribution at 512 tokens"),
     ],
 )
-def test_the_layers_that_left_training_first_are_told(places: Mapping[int, int | None], told: str) -> None:
+def test_the_layers_that_left_training_first_are_named(places: Mapping[int, int | None], sentences: str) -> None:
     """Head 0 of each of these layers drifts, from these positions on."""
     found = states(dict.fromkeys(((layer, 0) for layer in places), 9.0), layers=10)
     heads = (replace(head, leaves_at=None if head.head else places.get(head.layer)) for head in found.heads)
     found = replace(found, heads=tuple(heads))
-    assert left_text(found) == told
-    assert reason(found).startswith(sentence(told)[:-1] if told else "")
+    assert left_text(found) == sentences
+    assert reason(found).startswith(sentence(sentences)[:-1] if sentences else "")
 
 
 @pytest.mark.parametrize(
-    ("means", "told"),
+    ("means", "sentences"),
     [((0.3, 1.3, 1.295, 1.3), "no window of attention (4, 8, 16)"), ((0.3, 0.0, 0.0, 0.005), "None is shown")],
 )
-def test_a_window_that_does_not_help_is_not_recommended(means: tuple[float, ...], told: str) -> None:
+def test_a_window_that_does_not_help_is_not_recommended(means: tuple[float, ...], sentences: str) -> None:
     found: Any = hybrid()
     harm = tuple(Estimate(mean, mean - 0.01, mean + 0.01) for mean in means)
     found = of_attention(found, windows=replace(found.attention.windows, harm=harm))
-    assert told in windows_text(found, "byte")
+    assert sentences in windows_text(found, "byte")
     assert not [name for name in facts(diagnosed("base", "b", 1.4, found)) if "window" in name]
 
 
-def test_what_was_not_measured_is_told_with_the_reason() -> None:
+def test_what_was_not_measured_is_reported_with_the_reason() -> None:
     assert not_measured(expected()) == []
     partly = with_part(BASE, "states", of_states(left_out=("Inputs were not read.",)))
     refused = replace(with_part(PASSED, "constant prompt", None), refused={"constant prompt": "No such token."})
@@ -183,6 +183,6 @@ def test_what_was_not_measured_is_told_with_the_reason() -> None:
         "base, states: Inputs were not read.",
         "sp, constant prompt: No such token.",
     ]
-    told = not_measured(Diagnosis("", (without_parts(PASSED, "It keeps no state."),)))
-    assert told[0] == "sp, states: It keeps no state."
-    assert [line.endswith(": not requested.") for line in told] == [False, True, True, True]
+    lines = not_measured(Diagnosis("", (without_parts(PASSED, "It keeps no state."),)))
+    assert lines[0] == "sp, states: It keeps no state."
+    assert [line.endswith(": not requested.") for line in lines] == [False, True, True, True]

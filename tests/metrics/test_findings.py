@@ -107,10 +107,10 @@ def test_an_intervention_is_judged_against_the_base_with_its_window_of_attention
         model = compared(role, f"{role} {window}", harm)  # type: ignore[arg-type]
         models.append(replace(model, evaluation=replace(model.evaluation, attention_window=window)))
     for order in (models, [models[1], models[0], *models[2:]]):
-        told = {finding.model.evaluation.model: finding for finding in findings(Comparison("", tuple(order)))}
-        assert told["intervention None"].headline == "intervention None fails beyond 64 tokens, with less excess loss"
-        assert told["intervention 8"].headline == "intervention 8 generalizes to 1,024 tokens"  # as the base does
-        assert "minus that of base 8 is" in told["intervention 8"].detail
+        named = {finding.model.evaluation.model: finding for finding in findings(Comparison("", tuple(order)))}
+        assert named["intervention None"].headline == "intervention None fails beyond 64 tokens, with less excess loss"
+        assert named["intervention 8"].headline == "intervention 8 generalizes to 1,024 tokens"  # as the base does
+        assert "minus that of base 8 is" in named["intervention 8"].detail
     assert "excess loss is 0% of that of base None" in findings(Comparison("", tuple(models)))[1].detail
 
 

@@ -125,8 +125,8 @@ def test_tokens_that_both_contexts_rule_out_count_nothing(
     masked = counter_model(torch.ones_like).eval()
     forward = masked.forward
 
-    def ruled_out(*given: Any, **arguments: Any) -> Any:
-        output = forward(*given, **arguments)
+    def ruled_out(*args: Any, **arguments: Any) -> Any:
+        output = forward(*args, **arguments)
         output.logits[..., hidden] = -math.inf
         return output
 

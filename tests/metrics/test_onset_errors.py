@@ -48,7 +48,7 @@ def test_harm_is_named_where_there_is_none_in_less_than_one_of_twenty(
 
 @pytest.mark.parametrize(("texts", "effect", "later"), [(4, 4, 3), (8, 2, 3), (16, 1, 3), (32, 1, 2), (64, 0.5, 3)])
 def test_real_harm_is_named_a_little_later_and_hardly_ever_too_early(texts: int, effect: float, later: int) -> None:
-    """Harm rises from bin ONSET on, by `effect` standard deviations in 8 bins, that is, two octaves."""
+    """Harm rises from bin ONSET on, by `effect` standard deviations in 8 bins, that is, two doublings."""
     rise = effect * np.clip(np.arange(BINS) - ONSET + 1, 0, None) / 8
     values = differences("heavy tails", texts) + rise
     alone, found = np.array([[onset(one, together) for together in (False, True)] for one in values]).T

@@ -92,7 +92,7 @@ def test_values_are_those_of_the_definition(name: str, length: int, starts: list
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("batch_size", "chunk_length"), [(1, 1), (4, 5), (7, None), (None, 3), (99, 99)])
-def test_pieces_do_not_change_the_values(batch_size: int | None, chunk_length: int | None) -> None:
+def test_chunks_do_not_change_the_values(batch_size: int | None, chunk_length: int | None) -> None:
     for name in ("mamba2", "llama, by its cache"):
         model, tokens, starts = small_model(name), token_ids(17, 2), [0, 1, 7, 8, 16]
         values = remembrance_values(

@@ -1,4 +1,4 @@
-"""The prompt of one token against models whose loss on it is known, and tokenizers that know a newline or do not."""
+"""The prompt of one token against models whose loss on it is known, and tokenizers that have a newline or do not."""
 
 import math
 from collections.abc import Callable
@@ -138,22 +138,22 @@ def test_a_model_without_states_has_its_loss_only() -> None:
 
 
 class Tokenizer:
-    """Splits a text at the pieces that it knows."""
+    """Splits a text at the words of its vocabulary."""
 
-    def __init__(self, pieces: list[str], prefix: str = "") -> None:
-        self.pieces, self.prefix = pieces, prefix
+    def __init__(self, vocabulary: list[str], prefix: str = "") -> None:
+        self.vocabulary, self.prefix = vocabulary, prefix
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
         ids, text = [], self.prefix + text
         while text:
-            piece = max((piece for piece in self.pieces if text.startswith(piece)), key=len)
-            ids.append(self.pieces.index(piece))
-            text = text[len(piece) :]
+            word = max((word for word in self.vocabulary if text.startswith(word)), key=len)
+            ids.append(self.vocabulary.index(word))
+            text = text[len(word) :]
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        return "".join(self.pieces[index] for index in ids)
+        return "".join(self.vocabulary[index] for index in ids)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ BACKGROUND = [" ".join(f"The {number} birds of day {number} sang." for number in
 class Recaller(nn.Module):
     """Reads bytes, and keeps the last 40 of them, the last number that a needle gave, and the bytes read since then.
 
-    When it is asked, it says the number if at most `reach` bytes stand between the needle and the answer. With `first`
+    For a question, it says the number if at most `reach` bytes stand between the needle and the answer. With `first`
     it keeps the first number of the text.
     """
 
@@ -169,10 +169,10 @@ def test_wrong_answers_are_counted_by_what_they_say(said: str, tmp_path: Path) -
             kinds = Counter[str]()
             for task in grid.tasks(row, length):
                 prompt = bytes((task.prompt - 3).clamp(min=0).tolist()).decode()
-                *facts, asked = re.findall(r"The code of ([a-z-]+) is(?: (\d+)\.)?", prompt)
+                *facts, queried = re.findall(r"The code of ([a-z-]+) is(?: (\d+)\.)?", prompt)
                 name, code = facts[0 if said == "first" else -1]
-                right = [code for name, code in facts if name == asked[0]][-1]
-                kind = "right" if code == right else EARLIER_VALUE if name == asked[0] else ANOTHER_KEY
+                right = [code for name, code in facts if name == queried[0]][-1]
+                kind = "right" if code == right else EARLIER_VALUE if name == queried[0] else ANOTHER_KEY
                 kinds["other" if said == "none" else kind] += 1
             assert cell.right == kinds["right"]
             assert cell.mistakes == {EARLIER_VALUE: kinds[EARLIER_VALUE], ANOTHER_KEY: kinds[ANOTHER_KEY]}

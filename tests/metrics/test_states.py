@@ -163,7 +163,7 @@ def test_texts_a_little_beyond_training_are_patched_with_what_they_have(beyond: 
     assert (found.patching.position, found.patching.width) == (T + beyond - width, width)
 
 
-def test_few_texts_are_said_to_tell_no_drift() -> None:
+def test_few_texts_are_reported_to_measure_no_drift() -> None:
     found = diagnose_states(one_head_keeps_all(), random_tokens(3, LENGTH + 1), T, QUIET, patched_heads=0)
     assert found.left_out == (
         "Drift of heads was not measured: 3 texts cannot tell it from differences between texts; 4 or more texts can.",

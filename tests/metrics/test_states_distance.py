@@ -125,13 +125,13 @@ def test_the_rise_is_judged_for_all_heads_together() -> None:
     assert drift_of(states).drifts.nonzero()[0].tolist() == [1]
 
 
-@pytest.mark.parametrize(("sequences", "told"), [(2, False), (3, False), (4, True)])
-def test_few_texts_tell_no_drift(sequences: int, told: bool) -> None:
+@pytest.mark.parametrize(("sequences", "measured"), [(2, False), (3, False), (4, True)])
+def test_few_texts_measure_no_drift(sequences: int, measured: bool) -> None:
     states = normal(sequences=sequences)
     states[PLACE[128] :] += 50
     drift = drift_of(states)
     assert drift.late[0] > 30
-    assert drift.drifts[0] == told
+    assert drift.drifts[0] == measured
 
 
 def test_rounding_of_equal_elements_is_no_drift() -> None:
@@ -164,7 +164,7 @@ def test_what_drifts_inside_training_already_needs_more_to_be_named() -> None:
     np.testing.assert_allclose([one.late[0], other.late[0]], 0.8, atol=0.1)
     assert one.drifts[0]
     assert not other.drifts[0]
-    assert not drift_of(steady).drifts[0]  # below 1, which is asked for by default
+    assert not drift_of(steady).drifts[0]  # below 1, which is the default
 
 
 def test_order_of_elements_and_of_sequences_makes_no_difference() -> None:

@@ -122,7 +122,7 @@ def test_each_exchange_in_a_hybrid_equals_plain_forward_passes(model_type: str) 
     assert np.abs(found.restored).max(1).min() > 2e-6
 
 
-def test_channels_are_exchanged_in_groups_and_nothing_given_changes() -> None:
+def test_channels_are_exchanged_in_groups_and_no_argument_changes() -> None:
     model = build(MAMBA)
     one, other = random_state(model, 2), random_state(model, 2, seed=9)
     before = one[0].recurrent.clone()

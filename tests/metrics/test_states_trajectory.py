@@ -89,7 +89,7 @@ def test_statistics_are_those_of_the_states_after_each_token(family: Family, var
             assert (found.conv is None) == (not state.conv[0].numel())
 
 
-def test_convolution_states_are_told_apart_by_part() -> None:
+def test_convolution_states_are_distinguished_by_part() -> None:
     tokens = random_tokens(SEQUENCES, LENGTH + 1)
     model = made(MAMBA2)
     found: Any = observed(model, tokens).layers[1].conv

@@ -69,9 +69,9 @@ def test_windows_are_read_whole_as_rows_of_a_batch(
     """So that no state is carried inside a window, as long as a forward pass may have its tokens."""
     seen = []
 
-    def watched(reader: Any, rows: np.ndarray, chunk: int, *given: Any) -> Any:
+    def watched(reader: Any, rows: np.ndarray, chunk: int, *args: Any) -> Any:
         seen.append((len(rows), chunk))
-        return streaming.stream_chunks(reader, rows, chunk, *given)
+        return streaming.stream_chunks(reader, rows, chunk, *args)
 
     monkeypatch.setattr(context_harm, "stream_chunks", watched)
     monkeypatch.setattr(streaming, "TOKENS_PER_FORWARD_ON_CPU", 100)

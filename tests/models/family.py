@@ -1,4 +1,4 @@
-"""What the tests know of a family of models; each family's own entry stands in `family_<name>.py` or families.py."""
+"""Facts on a family of models; each family's own entry stands in `family_<name>.py` or families.py."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ TINY: dict[str, Any] = {
 
 
 class Family(NamedTuple):
-    """What the tests need to know of a family."""
+    """What the tests require of a family."""
 
     name: str
     causal_lm_class: Any

@@ -1,4 +1,4 @@
-"""Mamba-1 and FalconMamba as families under test: one set of classes, told apart by `mixer_rms_eps`."""
+"""Mamba-1 and FalconMamba as families under test: one set of classes, distinguished by `mixer_rms_eps`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the core law compares: everything that comes out of a model or a scan run in pieces."""
+"""What the core law compares: everything that comes out of a model or a scan run in chunks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +23,7 @@ def checkpointed(model: Any) -> Any:
 
 
 def model_step(model: Any) -> Step:
-    """A piece of embeddings, its mask and a state to logits and the next state."""
+    """A chunk of embeddings, its mask and a state to logits and the next state."""
 
     def step(embeds: Tensor, mask: Tensor | None, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         output = model(inputs_embeds=embeds, attention_mask=mask, initial_state=state)
@@ -52,8 +52,8 @@ def run_in_pieces(
     state = map_state(lambda part: part.detach().clone().requires_grad_(), state)
     carried, outputs = state, []
     for start, stop in pairwise([0, *cuts, embeds.shape[1]]):
-        piece = slice(start, stop)
-        output, carried = step(embeds[:, piece], None if mask is None else mask[:, piece], carried)
+        chunk = slice(start, stop)
+        output, carried = step(embeds[:, chunk], None if mask is None else mask[:, chunk], carried)
         outputs.append(output)
     logits = torch.cat(outputs, 1)
     if mask is not None:

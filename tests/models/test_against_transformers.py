@@ -192,7 +192,7 @@ def test_bf16_models_agree_within_bf16_and_ours_is_closer_to_the_exact_one(kind:
 
 
 @pytest.mark.parametrize(("in_fp32", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
-def test_the_residual_stream_of_a_bf16_model_is_float32_where_asked_for(in_fp32: bool, dtype: torch.dtype) -> None:
+def test_the_residual_stream_of_a_bf16_model_is_float32_where_requested(in_fp32: bool, dtype: torch.dtype) -> None:
     ours, theirs = (model.bfloat16() for model in pair("mamba2", residual_in_fp32=in_fp32))
     tokens = random_tokens(2, 5)
     assert ours.backbone(tokens, output_hidden_states=True).hidden_states[1].dtype == dtype

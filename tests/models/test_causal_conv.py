@@ -46,14 +46,14 @@ def test_it_is_the_definition_with_all_gradients(length: int, taps: int) -> None
 
 
 @pytest.mark.parametrize("cuts", [[1], [2, 3], [1, 2, 3, 4, 5], [6]], ids=str)
-def test_pieces_equal_the_whole(cuts: list[int]) -> None:
+def test_chunks_equal_the_whole(cuts: list[int]) -> None:
     x, weight, bias, state = make_inputs(7, 4)
     whole, final = causal_conv(x, weight, bias, state)
-    pieces = []
-    for piece in x.tensor_split(cuts, dim=1):
-        y, state = causal_conv(piece, weight, bias, state)
-        pieces.append(y)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole)
+    outputs = []
+    for chunk in x.tensor_split(cuts, dim=1):
+        y, state = causal_conv(chunk, weight, bias, state)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole)
     assert torch.equal(state, final)
 
 

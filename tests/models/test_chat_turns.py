@@ -72,10 +72,10 @@ def test_rows_that_end_early_go_on_as_alone(kind: str, name: str, changes: dict[
     torch.manual_seed(0)
     free = model.generate(talk, attention_mask=mask, **options | WAYS[way])[:, 6:]
     ends = [int(free[0, 2]), int(free[1, 5]), *(range(15) if way == "beams" else ())]
-    options["eos_token_id"], given = ends, WAYS[way]
+    options["eos_token_id"], start = ends, WAYS[way]
     for turn in range(3):
         torch.manual_seed(0)
-        output = model.generate(talk, attention_mask=mask, return_dict_in_generate=True, **options | given)
+        output = model.generate(talk, attention_mask=mask, return_dict_in_generate=True, **options | start)
         held = [output.cache] if kind == "family" else [x for x in output.values() if isinstance(x, HybridCache)]
         if not held:
             pytest.skip("this version of Transformers returns no cache under the name that this type has for it")
@@ -93,7 +93,7 @@ def test_rows_that_end_early_go_on_as_alone(kind: str, name: str, changes: dict[
         assert turn or after_end(new, ends).any()
         talk = torch.cat([output.sequences, more], 1)
         mask = torch.cat([mask, (~after_end(new, ends)).long(), torch.ones_like(more)], 1)
-        given = {argument: held[0]}
+        start = {argument: held[0]}
 
 
 @torch.no_grad()
@@ -170,10 +170,10 @@ def test_a_second_turn_may_be_tried_again() -> None:
     model, talk = stateful(tiny_model("falcon_h1")), random_tokens(2, 6, seed=4)
     name, options = cache_argument(model), OPTIONS | {"eos_token_id": None}
     first = model.generate(talk, return_dict_in_generate=True, **options)
-    again, given = torch.cat([first.sequences, random_tokens(2, 3)], 1), {name: first[name]}
+    again, arguments = torch.cat([first.sequences, random_tokens(2, 3)], 1), {name: first[name]}
     with pytest.raises(ValueError, match="model_kwargs"):
-        model.generate(again, num_beams=2, unknown=1, **given, **options)
-    assert torch.equal(model.generate(again, **given, **options), model.generate(again, **options))
+        model.generate(again, num_beams=2, unknown=1, **arguments, **options)
+    assert torch.equal(model.generate(again, **arguments, **options), model.generate(again, **options))
 
 
 @torch.no_grad()

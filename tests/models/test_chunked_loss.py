@@ -41,34 +41,34 @@ def batch(form: str) -> dict[str, Any]:
         return {"input_ids": ids, "shift_labels": random_tokens(B, T)}
     if form == "both":
         return {"input_ids": ids, "labels": ids, "shift_labels": pad(ids[:, 1:], (0, 1), value=3)}
-    given: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if form.startswith("padded"):
         mask = torch.arange(T) >= torch.tensor([0, 3, T - 1])[:, None]
-        given["attention_mask"] = (mask if form == "padded left" else mask.flip(1)).long()
+        inputs["attention_mask"] = (mask if form == "padded left" else mask.flip(1)).long()
     elif form == "packed":
-        given["position_ids"] = torch.tensor([*range(4), *range(T - 4)]).expand(B, T)
+        inputs["position_ids"] = torch.tensor([*range(4), *range(T - 4)]).expand(B, T)
     elif form == "kept":
-        given |= {"labels": ids[:, 2:], "logits_to_keep": T - 2}
+        inputs |= {"labels": ids[:, 2:], "logits_to_keep": T - 2}
     elif form == "num_items":
-        given["num_items_in_batch"] = torch.tensor(57)
+        inputs["num_items_in_batch"] = torch.tensor(57)
     elif form == "few targets":
-        given["labels"] = ids.where(torch.arange(T) > torch.tensor([2, T, 8])[:, None], -100)
-    return given
+        inputs["labels"] = ids.where(torch.arange(T) > torch.tensor([2, T, 8])[:, None], -100)
+    return inputs
 
 
-def step(model: Any, given: dict[str, Any], **further: Any) -> tuple[Any, dict[str, Tensor]]:
+def step(model: Any, inputs: dict[str, Any], **further: Any) -> tuple[Any, dict[str, Tensor]]:
     """The output of a call from a state, and the gradients of its weights and of that state."""
     model.zero_grad()
     state = map_state(Tensor.requires_grad_, random_state(model, B))
-    output = model(**given, **further, initial_state=state)
+    output = model(**inputs, **further, initial_state=state)
     (3 * output.loss).backward()
     found = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
     return output, found | {f"state {i}": x.grad for i, (x, _) in enumerate(state) if x.grad is not None}
 
 
-def assert_same(model: Any, given: dict[str, Any], most: int, error: float = 2e-6) -> None:
+def assert_same(model: Any, inputs: dict[str, Any], most: int, error: float = 2e-6) -> None:
     """The same loss and gradients without logits, of which at most those of so many tokens are computed at once."""
-    whole, expected = step(model, given)
+    whole, expected = step(model, inputs)
     tokens: list[int] = []
 
     class Watched(type(model)):  # type: ignore[misc]
@@ -78,7 +78,7 @@ def assert_same(model: Any, given: dict[str, Any], most: int, error: float = 2e-
 
     model.__class__, before = Watched, type(model)
     try:
-        output, found = step(model, given, skip_logits=True)
+        output, found = step(model, inputs, skip_logits=True)
     finally:
         model.__class__ = before
     assert output.logits is None
@@ -182,33 +182,33 @@ def test_under_autocast_the_weight_gets_a_gradient_in_float32(dtype: torch.dtype
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_only_the_loss_is_computed(mode: Any, sevens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given = build(MAMBA2), batch("padded left")
+    model, inputs = build(MAMBA2), batch("padded left")
     monkeypatch.setattr(torch.autograd, "grad", None)
     with mode():
-        loss = model(**given, skip_logits=True).loss
+        loss = model(**inputs, skip_logits=True).loss
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, model(**given).loss.detach(), rtol=2e-6, atol=0)
+    torch.testing.assert_close(loss, model(**inputs).loss.detach(), rtol=2e-6, atol=0)
 
 
 def test_no_targets_are_nan_as_with_logits_and_change_nothing(sevens: int) -> None:
     model = build(MAMBA2)
-    given = {"input_ids": random_tokens(B, T), "labels": torch.full((B, T), -100)}
+    inputs = {"input_ids": random_tokens(B, T), "labels": torch.full((B, T), -100)}
     for further in ({}, {"num_items_in_batch": torch.tensor(5)}):
-        whole, expected = step(model, given | further)
-        output, found = step(model, given | further, skip_logits=True)
+        whole, expected = step(model, inputs | further)
+        output, found = step(model, inputs | further, skip_logits=True)
         torch.testing.assert_close(output.loss, whole.loss, equal_nan=True)
         assert found.keys() == expected.keys()
         assert all(bool((x == 0).all()) for x in (*found.values(), *expected.values()))
 
 
 def test_accumulated_micro_batches_are_one_batch(sevens: int) -> None:
-    model, given = build(MAMBA2), batch("labels")
-    _, expected = step(model, given)
+    model, inputs = build(MAMBA2), batch("labels")
+    _, expected = step(model, inputs)
     found: dict[str, Tensor] = {}
     for row in range(B):
         model.zero_grad()
         state = tuple(type(x)(*(part[row : row + 1] for part in x)) for x in random_state(model, B))
-        one = {name: x[row : row + 1] for name, x in given.items()}
+        one = {name: x[row : row + 1] for name, x in inputs.items()}
         output = model(**one, initial_state=state, num_items_in_batch=B * (T - 1), skip_logits=True)
         (3 * output.loss).backward()
         for name, x in model.named_parameters():
@@ -218,9 +218,9 @@ def test_accumulated_micro_batches_are_one_batch(sevens: int) -> None:
 
 
 def test_a_step_may_run_backward_twice_but_not_be_differentiated_twice(sevens: int) -> None:
-    model, given = build(MAMBA2), batch("labels")
+    model, inputs = build(MAMBA2), batch("labels")
     weight = model.lm_head.weight
-    loss = model(**given, skip_logits=True).loss
+    loss = model(**inputs, skip_logits=True).loss
     (first,) = torch.autograd.grad(loss, weight, retain_graph=True)
     (second,) = torch.autograd.grad(loss, weight, retain_graph=True)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
@@ -247,11 +247,11 @@ def test_heads_that_are_more_than_weights_compute_all_logits_at_once(kind: str, 
 
 def test_a_head_whose_weights_are_no_parameters_learns(sevens: int) -> None:
     """As those of a replica of DataParallel."""
-    model, given = build(MAMBA2), batch("labels")
+    model, rows = build(MAMBA2), batch("labels")
     weight = model.lm_head.weight
     model.lm_head = model.lm_head._replicate_for_data_parallel()
     model.lm_head.weight, model.lm_head.bias = weight.view_as(weight), None
-    found, expected = (torch.autograd.grad(model(**given, skip_logits=skip).loss, weight)[0] for skip in (True, False))
+    found, expected = (torch.autograd.grad(model(**rows, skip_logits=skip).loss, weight)[0] for skip in (True, False))
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -262,26 +262,26 @@ def test_adapters_in_the_backbone_learn_from_chunks(sevens: int) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning:torch")  # of torch.compile
 def test_a_compiled_model_gives_the_same_loss(sevens: int) -> None:
-    model, given = build(MAMBA2), batch("labels")
+    model, inputs = build(MAMBA2), batch("labels")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    output = compiled(**given, skip_logits=True)
+    output = compiled(**inputs, skip_logits=True)
     assert output.logits is None
-    torch.testing.assert_close(output.loss, model(**given).loss, rtol=2e-6, atol=0)
+    torch.testing.assert_close(output.loss, model(**inputs).loss, rtol=2e-6, atol=0)
 
 
 def test_what_has_no_such_loss_is_refused() -> None:
-    model, given = build(MAMBA2), batch("labels")
+    model, inputs = build(MAMBA2), batch("labels")
     with pytest.raises(ValueError, match="give labels or shift_labels"):
-        model(given["input_ids"], skip_logits=True)
+        model(inputs["input_ids"], skip_logits=True)
     model.loss_function = lambda logits, labels, **_: logits.square().mean()
     assert not model.can_skip_logits
     with pytest.raises(ValueError, match="a loss_function of your own"):
-        model(**given, skip_logits=True)
+        model(**inputs, skip_logits=True)
     with_l2warp = build(RWKV7, use_l2warp=True)
     assert build(RWKV7).can_skip_logits
     assert not with_l2warp.can_skip_logits
     with pytest.raises(ValueError, match="a term of all logits"):
-        with_l2warp(**given, skip_logits=True)
+        with_l2warp(**inputs, skip_logits=True)
 
 
 def test_labels_of_another_shape_are_refused(sevens: int) -> None:

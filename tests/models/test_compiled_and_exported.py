@@ -56,8 +56,8 @@ def results(run: Any, model: Any, length: int, state: RecurrentState, **options:
         loss = loss + output["loss"]
     loss.backward()
     found = {"logits": output["logits"].detach()}
-    for index, (layer, given) in enumerate(zip(output["final_state"], state, strict=True)):
-        for name, after, before in zip(LayerState._fields, layer, given, strict=True):
+    for index, (layer, initial) in enumerate(zip(output["final_state"], state, strict=True)):
+        for name, after, before in zip(LayerState._fields, layer, initial, strict=True):
             found |= {f"{name} {index}": after.detach(), f"gradient of {name} {index}": before.grad}
     parameters = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert parameters

@@ -47,7 +47,7 @@ growing_families = pytest.mark.parametrize("family", GROWING, ids=variant_id)
 
 
 @every_family
-def test_the_auto_classes_know_our_model_type(family: Family) -> None:
+def test_the_auto_classes_support_our_model_type(family: Family) -> None:
     config = family.config()
     assert type(AutoConfig.for_model(family.config_class.model_type)) is family.config_class
     assert type(AutoModel.from_config(config)) is family.causal_lm_class.backbone_class

@@ -113,7 +113,7 @@ def test_generation_returns_the_hidden_states_of_each_step(family: Family) -> No
 @shell_families
 @pytest.mark.parametrize("read", [1, 6])
 def test_embeddings_go_on_from_a_cache(family: Family, read: int) -> None:
-    """As for token ids, the whole text is given, and the cache knows what it has read."""
+    """As for token ids, the whole text is passed, and the cache has the number of tokens read."""
     model, prompt = build(family, torch.float64), random_tokens(2, 7)
     embeds = model.get_input_embeddings()(prompt).detach()
     expected = model.generate(prompt, **GREEDY)[:, 7:]

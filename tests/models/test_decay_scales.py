@@ -245,7 +245,7 @@ def test_families_without_decays_have_none_to_scale(family: Family) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"decay_scale": [0.5]}, "decay_scale must be one number, or one for each of the 2 layers, got 1 numbers"),
         ({"decay_scale": []}, "decay_scale must be one number, or one for each of the 2 layers, got 0 numbers"),
@@ -258,9 +258,9 @@ def test_families_without_decays_have_none_to_scale(family: Family) -> None:
     ],
     ids=str,
 )
-def test_lists_are_checked(given: dict[str, Any], message: str) -> None:
+def test_lists_are_checked(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MAMBA2.config(forgetting=given)
+        MAMBA2.config(forgetting=fields)
 
 
 def test_words_are_short() -> None:

@@ -27,11 +27,11 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-def in_pieces(model: Any, tokens: Tensor, sizes: int | list[int]) -> tuple[Tensor, RecurrentState]:
-    """Logits of all tokens, read in pieces of these sizes with the state carried, and the state after them."""
+def in_chunks(model: Any, tokens: Tensor, sizes: int | list[int]) -> tuple[Tensor, RecurrentState]:
+    """Logits of all tokens, read in chunks of these sizes with the state carried, and the state after them."""
     outputs, state = [], None
-    for piece in tokens.split(sizes, dim=1):
-        output = model(piece, initial_state=state)
+    for chunk in tokens.split(sizes, dim=1):
+        output = model(chunk, initial_state=state)
         state = output.final_state
         outputs.append(output.logits)
     return torch.cat(outputs, dim=1), state
@@ -53,15 +53,15 @@ def inputs_of_layers(model: Any, tokens: Tensor) -> tuple[list[tuple[Any, ...]],
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family is not MAMBA2], ids=variant_id)
 @pytest.mark.parametrize("setting", Forgetting._fields)
 def test_what_a_family_cannot_do_is_refused_with_the_families_that_can(family: Family, setting: str) -> None:
-    model, given = build(family), {setting: 3 if setting == "window" else 0.5}
+    model, fields = build(family), {setting: 3 if setting == "window" else 0.5}
     if setting in model.config.forgets_by:
-        with forgetting(model, **given):
+        with forgetting(model, **fields):
             return
     message = f"takes no {setting}; it is for .*{'decay' if setting == 'decay_scale' else 'Mamba-'}.*. Set "
-    with pytest.raises(ValueError, match=message), forgetting(model, **given):
+    with pytest.raises(ValueError, match=message), forgetting(model, **fields):
         pass
     with pytest.raises(ValueError, match=message):
-        family.config(forgetting=given)
+        family.config(forgetting=fields)
     assert model.config.forgetting is None
 
 
@@ -102,11 +102,11 @@ def test_multipliers_of_one_are_the_identity(family: Family) -> None:
 
 
 @pytest.mark.parametrize("settings", [MULTIPLIERS, ALL], ids=str)
-def test_in_any_pieces_as_at_once_with_all_gradients(settings: dict[str, Any]) -> None:
+def test_in_any_chunks_as_at_once_with_all_gradients(settings: dict[str, Any]) -> None:
     model, tokens = build(MAMBA2, torch.float64), random_tokens(2, 41)
 
     def run(sizes: list[int]) -> dict[str, Tensor]:
-        logits, state = in_pieces(model, tokens, sizes)
+        logits, state = in_chunks(model, tokens, sizes)
         objective = (logits * weights_like(logits, 0)).sum()
         for index, layer in enumerate(state):
             objective = objective + (layer.recurrent * weights_like(layer.recurrent, 1 + index)).sum()

@@ -84,7 +84,7 @@ def start(case: Case, rule: Forgetting) -> Any:
     return WindowedLayerState(recurrent, empty, recurrent.new_zeros(len(recurrent), 1 + rule.window, features))
 
 
-def in_pieces(case: Case, rule: Forgetting, cuts: list[int]) -> tuple[Tensor, Any]:
+def in_chunks(case: Case, rule: Forgetting, cuts: list[int]) -> tuple[Tensor, Any]:
     state, outputs = start(case, rule), []
     T = case.inputs[0].shape[1]
     for begin, end in zip([0, *cuts], [*cuts, T], strict=True):
@@ -115,10 +115,10 @@ def error(actual: Tensor, expected: Tensor) -> float:
 def test_states_and_outputs_are_sums_over_the_window(groups: int, rule: Forgetting) -> None:
     case = ssd(2, 90, groups, rule, torch.float64, 0.5)
     states, outputs = of_the_window(case, rule.window)
-    y, state = in_pieces(case, rule, [])
+    y, state = in_chunks(case, rule, [])
     assert error(y, outputs) < 1e-12
     assert error(state.recurrent, states[:, -1]) < 1e-12
-    y, state = in_pieces(case, rule, [1, 2, 3, 10, 11, 30, 89])
+    y, state = in_chunks(case, rule, [1, 2, 3, 10, 11, 30, 89])
     assert error(y, outputs) < 1e-12
     assert error(state.recurrent, states[:, -1]) < 1e-12
 
@@ -131,7 +131,7 @@ def test_any_split_gives_the_same(groups: int, data: Any) -> None:
     rule = Forgetting(window=data.draw(st.integers(1, 40)), retention=0.98)
     case = ssd(2, 60, groups, rule, torch.float64, 0.3)
     cuts = sorted(data.draw(st.sets(st.integers(1, 59), max_size=12)))
-    whole, split = in_pieces(case, rule, []), in_pieces(case, rule, cuts)
+    whole, split = in_chunks(case, rule, []), in_chunks(case, rule, cuts)
     assert error(split[0], whole[0]) < 1e-12
     assert error(split[1].recurrent, whole[1].recurrent) < 1e-12
     assert torch.equal(split[1].window[:, 1:], whole[1].window[:, 1:])
@@ -145,7 +145,7 @@ def test_single_precision_is_enough_for_weak_and_strong_decays(groups: int, stre
     case = ssd(1, 150, groups, rule, torch.float32, strength)
     states, _ = of_the_window(case, 32)
     for cuts in ([], list(range(1, 150))):
-        _, state = in_pieces(case, rule, cuts)
+        _, state = in_chunks(case, rule, cuts)
         # what has decayed below the smallest normal number may be lost
         assert float((state.recurrent - states[:, -1]).norm()) < 1e-5 * float(states[:, -1].norm()) + 1e-30
 
@@ -159,9 +159,9 @@ def test_without_gradients_the_same_is_computed(groups: int, strength: float, re
     rule = Forgetting(window=32, retention=retention)
     case = ssd(2, 150, groups, rule, torch.float32, strength)
     for cuts in ([], [1, 2, 50, 97]):
-        y, state = in_pieces(case, rule, cuts)
+        y, state = in_chunks(case, rule, cuts)
         with torch.no_grad():
-            same, same_state = in_pieces(case, rule, cuts)
+            same, same_state = in_chunks(case, rule, cuts)
         assert error(same, y) < 1e-6
         assert float((same_state.recurrent - state.recurrent).norm()) < 1e-6 * float(state.recurrent.norm()) + 1e-30
 
@@ -209,7 +209,7 @@ def test_gradients_of_decays_are_accurate_in_float32(groups: int, rule: Forgetti
         A = case.A.to(dtype).requires_grad_()
         inputs = (*others, g.requires_grad_())
         case = case._replace(A=A, D=case.D.to(dtype), inputs=inputs, written=case.written.to(dtype))
-        y, state = in_pieces(case, rule, [10, 11, 50])
+        y, state = in_chunks(case, rule, [10, 11, 50])
         weights = random(*y.shape, seed=9, dtype=torch.float32).to(dtype)
         return list(torch.autograd.grad((y * weights).sum() + state.recurrent.sum(), [g, A]))
 
@@ -221,9 +221,9 @@ def test_gradients_of_decays_are_accurate_in_float32(groups: int, rule: Forgetti
 def test_autocast_changes_nothing(groups: int) -> None:
     rule = Forgetting(window=16, retention=0.99, insertion=0.5)
     case, cuts = ssd(2, 60, groups, rule, torch.float32, 0.3), list(range(3, 60, 3))
-    expected, state = in_pieces(case, rule, cuts)
+    expected, state = in_chunks(case, rule, cuts)
     with torch.autocast("cpu", torch.bfloat16):
-        found, same = in_pieces(case, rule, cuts)
+        found, same = in_chunks(case, rule, cuts)
     assert torch.equal(found, expected)
     assert all(torch.equal(a, b) for a, b in zip(same, state, strict=True))
 
@@ -241,10 +241,10 @@ def test_gradients_are_those_of_the_sums(groups: int) -> None:
 
 
 @every_case
-def test_the_given_state_is_not_changed(groups: int) -> None:
+def test_the_initial_state_is_not_changed(groups: int) -> None:
     rule = Forgetting(window=16)
     case = ssd(2, 40, groups, rule, torch.float32, 0.3)
-    _, state = in_pieces(case, rule, [])
+    _, state = in_chunks(case, rule, [])
     copies = [part.clone() for part in state]
     scanned(rule, case, (t[:, :9] for t in case.inputs), state)
     assert all(torch.equal(part, copy) for part, copy in zip(state, copies, strict=True))
@@ -261,8 +261,8 @@ def test_a_window_of_thousands_of_tokens_in_a_long_stream(groups: int) -> None:
         sizes = torch.randint(1, 3000, (80,), generator=torch.Generator().manual_seed(0)).tolist()
         while position < 20_000:
             size = sizes.pop()
-            piece = slice(position, position + size)
-            _, state = scanned(rule, case, (t[:, piece] for t in case.inputs), state)
+            chunk = slice(position, position + size)
+            _, state = scanned(rule, case, (t[:, chunk] for t in case.inputs), state)
             position = min(position + size, 20_000)
             if size % 3:
                 continue

@@ -145,7 +145,7 @@ def test_the_state_after_generation_has_read_all_but_the_last_token(family: Fami
 def test_generation_overwrites_its_own_states_only(family: Family) -> None:
     """A token is read in place, but states that anyone else may hold keep their bits."""
     model, prompt = model_of(family), random_tokens(2, 5)
-    given, seen, kept = random_state(model, 2), [], []
+    initial, seen, kept = random_state(model, 2), [], []
 
     def look(_: Any, __: Any, output: Any) -> None:
         if output.past_key_values is not None:
@@ -155,9 +155,9 @@ def test_generation_overwrites_its_own_states_only(family: Family) -> None:
         assert state is not None
         kept.append((state, clone_state(state)))
 
-    keep(given)
+    keep(initial)
     hook = model.register_forward_hook(look)
-    first = generate(model, prompt, initial_state=given, return_dict_in_generate=True)
+    first = generate(model, prompt, initial_state=initial, return_dict_in_generate=True)
     in_place = len(set(seen[:NEW])) == 1
     hook.remove()
     assert in_place == (model.config.forgetting is None)
@@ -169,7 +169,7 @@ def test_generation_overwrites_its_own_states_only(family: Family) -> None:
         keep(model(random_tokens(2, 1), past_key_values=cache).final_state)
         model(random_tokens(2, 1), past_key_values=cache)
     with pytest.raises(RuntimeError, match="stop"):
-        generate(model, first.sequences, past_key_values=RecurrentCache(given), logits_processor=[_Stops()])
+        generate(model, first.sequences, past_key_values=RecurrentCache(initial), logits_processor=[_Stops()])
     for state, copy in kept:
         assert all(torch.equal(a, b) for x, y in zip(state, copy, strict=True) for a, b in zip(x, y, strict=True))
 
@@ -189,8 +189,8 @@ class _Stops(LogitsProcessor):
 @shell_families
 def test_a_cache_of_ones_own_is_advanced_in_place(family: Family) -> None:
     model, tokens, cache = model_of(family), random_tokens(2, 9), RecurrentCache()
-    for piece in tokens.split([4, 1, 4], 1):
-        output = model(piece, past_key_values=cache)
+    for chunk in tokens.split([4, 1, 4], 1):
+        output = model(chunk, past_key_values=cache)
         assert output.past_key_values is cache
     assert (cache.tokens_seen, len(cache), cache.is_initialized) == (9, 2, True)
     torch.testing.assert_close(output.logits, model(tokens).logits[:, 5:])

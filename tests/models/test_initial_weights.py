@@ -20,10 +20,10 @@ DRAWN = json.loads((Path(__file__).parent / "upstream/initial_weights.json").rea
 
 
 def config_of(family: Family) -> Any:
-    given = DRAWN[family.name]["config"]
+    fields = DRAWN[family.name]["config"]
     if family in (MAMBA, MAMBA2):
-        return FORMATS["mamba-ssm"].config_of(given, {})
-    return family.config_class(**given)
+        return FORMATS["mamba-ssm"].config_of(fields, {})
+    return family.config_class(**fields)
 
 
 def share_up_to(values: torch.Tensor, point: float) -> float:

@@ -46,7 +46,7 @@ CHANNELS, TAPS = 16, 4
 
 @pytest.fixture
 def conv_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """A stand-in that refuses what causal-conv1d 1.7 refuses; the shapes it was given."""
+    """A stand-in that refuses what causal-conv1d 1.7 refuses; the shapes of its inputs."""
     calls: list[tuple[int, ...]] = []
 
     def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor, activation: str) -> Tensor:
@@ -111,7 +111,7 @@ def test_large_inputs_go_through_the_convolution_kernel_in_halves(
         ({"_KERNEL_MAX_ELEMENTS": 100}, 1, 16),  # a state is H * P * N = 96
     ],
 )
-def test_large_inputs_go_through_the_scan_kernel_in_rows_and_pieces(
+def test_large_inputs_go_through_the_scan_kernel_in_rows_and_chunks(
     limits: dict[str, int], rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -262,19 +262,19 @@ def logits(family: Family, folder: Path, **options: Any) -> Tensor:
 
 def hub(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
     """The stand-ins are on the Hub; what is taken from there."""
-    asked: set[tuple[str, int]] = set()
+    requested: set[tuple[str, int]] = set()
 
     def get_kernel(kernel_name: str, version: int) -> ModuleType:
         owner, _, name = kernel_name.partition("/")
         assert owner == "kernels-community"
-        asked.add((name, version))
+        requested.add((name, version))
         module = ModuleType(name)
         vars(module).update(MODULES[name])
         return module
 
     monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
     monkeypatch.setattr(hub_kernels, "_kernels_enabled", True)  # false also where `kernels` is missing
-    return asked
+    return requested
 
 
 @pytest.mark.parametrize(
@@ -288,13 +288,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
 def test_scans_take_the_kernels_of_the_hub(
     family: Family, repositories: list[Any], said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = hub(monkeypatch)
+    requested = hub(monkeypatch)
     build(family).save_pretrained(tmp_path)
     expected = logits(family, tmp_path)
-    assert not asked
+    assert not requested
     assert not CALLS
     torch.testing.assert_close(logits(family, tmp_path, use_kernels=True), expected, rtol=1e-4, atol=1e-5)
-    assert sorted(asked) == repositories
+    assert sorted(requested) == repositories
     assert set(CALLS) == ({"scan"} if family is GLA else {"scan", "conv"})
     assert not said
 
@@ -302,7 +302,7 @@ def test_scans_take_the_kernels_of_the_hub(
 def test_mamba_needs_triton_only_and_takes_the_convolution_of_the_hub(
     said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = hub(monkeypatch)
+    requested = hub(monkeypatch)
     warned: dict[str, None] = {}
     monkeypatch.setattr(conv_module, "logger", SimpleNamespace(warning_once=warned.setdefault))
     for module in (scan_selective, modeling_stateful_mamba):
@@ -321,7 +321,7 @@ def test_mamba_needs_triton_only_and_takes_the_convolution_of_the_hub(
     for options, calls in (({}, {"scan"}), ({"use_kernels": True}, {"scan", "conv"})):
         torch.testing.assert_close(logits(MAMBA, tmp_path, **options), expected, rtol=1e-4, atol=1e-5)
         assert set(CALLS) == calls
-    assert asked == {("causal-conv1d", 1)}
+    assert requested == {("causal-conv1d", 1)}
     assert [text.split(":")[0] for text in warned] == ["Short convolutions run in torch, which takes time and memory"]
     assert list(said) == [without]
 
@@ -430,7 +430,7 @@ def test_gates_of_heads_are_repeated_where_fla_refuses_them(
         ({"_KERNEL_MAX_ELEMENTS": 100}, [(1, 64), (1, 1), (1, 64), (1, 1)]),
     ],
 )
-def test_large_inputs_go_through_the_kernels_of_fla_in_rows_and_pieces(
+def test_large_inputs_go_through_the_kernels_of_fla_in_rows_and_chunks(
     scan: Scan, limits: dict[str, int], calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in with the kernel's interface and its states (B, H, N, P)."""
@@ -465,10 +465,10 @@ def test_the_kernel_of_rwkv7_keeps_a_state_for_each_16_tokens(monkeypatch: pytes
     inputs = DPLR.make_inputs(65)
     states, five = inputs["initial_state"][0].numel(), 2 * 5 * 16 * 4 * 5  # of both rows, five chunks
     expected = run(DPLR, DPLR.reference, inputs)
-    for elements, pieces in ((five, [(2, 65)]), (five - 1, [(1, 65)] * 2), (states, [*[(1, 16)] * 4, (1, 1)] * 2)):
+    for elements, chunks in ((five, [(2, 65)]), (five - 1, [(1, 65)] * 2), (states, [*[(1, 16)] * 4, (1, 1)] * 2)):
         monkeypatch.setattr(scan_fla_kernels, "_KERNEL_MAX_ELEMENTS", elements)
         assert_equal_up_to(1e-12, run(DPLR, DPLR.scan, inputs, backend="kernel"), expected)
-        assert seen == pieces
+        assert seen == chunks
         seen.clear()
 
 

@@ -92,7 +92,7 @@ def test_the_kernels_equal_torch_with_all_gradients(case: str, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("cuts", [(1,), (64,), (2, 75, 149)], ids=str)
 @every_case
-def test_pieces_equal_the_whole(case: str, dtype: torch.dtype, cuts: tuple[int, ...]) -> None:
+def test_chunks_equal_the_whole(case: str, dtype: torch.dtype, cuts: tuple[int, ...]) -> None:
     model = gpu_model(case, dtype)
     assert_equal_up_to(tolerance(case, dtype), results(model, "kernel", cuts), results(model, "kernel"))
 

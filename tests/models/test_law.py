@@ -47,8 +47,8 @@ def by_the_equations(family: Family, model: Any) -> Step:
     return step
 
 
-class InPieces:
-    """A step of a model that is told of sequences in one form, and drops states where one begins with a piece."""
+class InChunks:
+    """A step of a model that gets sequences in one form, and drops states where one begins with a chunk."""
 
     def __init__(self, model: Any, form: str, **options: Any) -> None:
         self.model, self.form, self.options, self.before = model, form, options, torch.zeros(1)
@@ -88,7 +88,7 @@ def test_any_split_of_any_rows_is_each_sequence_by_the_equations(
     expected = run_in_pieces(by_the_equations(family, model), parameters, embeds, state, (), numbers)
     runner = checkpointed(copy.deepcopy(model)) if data.draw(st.booleans()) else model
     parameters = dict(runner.named_parameters())
-    found = run_in_pieces(InPieces(runner, form, **options), parameters, embeds, state, cuts, numbers)
+    found = run_in_pieces(InChunks(runner, form, **options), parameters, embeds, state, cuts, numbers)
     assert_equal_up_to(1e-10, found, expected)
 
 
@@ -122,13 +122,13 @@ def test_the_law_holds_under_bf16_autocast(family: Family) -> None:
     exact = law(model, 65, [])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         whole = law(model, 65, [])
-        pieces = law(model, 65, [1, 2, 33])
+        chunks = law(model, 65, [1, 2, 33])
     assert whole["logits"].dtype == torch.float32
     assert {value.dtype for name, value in whole.items() if "final" in name} == {torch.float32}
     for name, value in exact.items():
         scale = value.norm()
         assert (whole[name] - value).norm() <= family.autocast_error * scale, name
-        assert (pieces[name] - whole[name]).norm() <= 0.6 * family.autocast_error * scale, name
+        assert (chunks[name] - whole[name]).norm() <= 0.6 * family.autocast_error * scale, name
     assert (whole["logits"] - exact["logits"]).norm() > 1e-4 * exact["logits"].norm()  # bf16 was in use
 
 
@@ -139,8 +139,8 @@ def test_a_bf16_model_keeps_the_law_and_float32_states(family: Family) -> None:
     whole = model(tokens)
     assert {part.dtype for layer in whole.final_state for part in layer} == {torch.float32}
     state, logits = None, []
-    for piece in tokens.split([1, 2, 30, 32], dim=1):
-        output = model(piece, initial_state=state)
+    for chunk in tokens.split([1, 2, 30, 32], dim=1):
+        output = model(chunk, initial_state=state)
         state = output.final_state
         logits.append(output.logits)
     assert (torch.cat(logits, 1) - whole.logits).norm() < 0.03 * whole.logits.norm()
@@ -214,9 +214,9 @@ def test_the_state_of_the_caller_is_never_changed_and_shares_no_memory(family: F
     torch.testing.assert_close(state, before, rtol=0, atol=0)
     with torch.no_grad():
         final = model(tokens, initial_state=state).final_state
-    given = {part.untyped_storage().data_ptr() for layer in state for part in layer}
+    memory = {part.untyped_storage().data_ptr() for layer in state for part in layer}
     for part in (part for layer in final for part in layer if part.numel()):
-        assert part.untyped_storage().data_ptr() not in given
+        assert part.untyped_storage().data_ptr() not in memory
         assert part.untyped_storage().nbytes() == part.numel() * part.element_size()  # no large tensor stays
 
 

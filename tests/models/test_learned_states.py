@@ -32,12 +32,12 @@ def learned(model: Any, name: str = "default", seed: int = 0) -> RecurrentState:
     return state
 
 
-def exactly(given: Any, expected: Any) -> None:
-    torch.testing.assert_close(given, expected, rtol=0, atol=0)
+def exactly(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @every_family
-def test_what_is_given_no_state_starts_from_the_active_one(family: Family) -> None:
+def test_a_call_without_a_state_starts_from_the_active_one(family: Family) -> None:
     model, tokens = build(family).eval(), random_tokens(3, 11)
     zero, state = model(tokens), learned(model)
     expected = model(tokens, initial_state=rows_of(state, 3))
@@ -45,7 +45,7 @@ def test_what_is_given_no_state_starts_from_the_active_one(family: Family) -> No
     exactly(model(tokens).final_state, expected.final_state)
     exactly(model.base_model(tokens).last_hidden_state, model.base_model(tokens, initial_state=rows_of(state, 3))[0])
     assert not torch.equal(zero.logits, expected.logits)
-    exactly(model(tokens, initial_state=model.zero_state(3)).logits, zero.logits)  # a given state takes its place
+    exactly(model(tokens, initial_state=model.zero_state(3)).logits, zero.logits)  # an initial state takes its place
     with model.learned_states.disable_adapter():
         exactly(model(tokens).logits, zero.logits)
     exactly(model(tokens).logits, expected.logits)
@@ -77,7 +77,7 @@ def test_padded_and_packed_sequences_each_start_from_it(family: Family) -> None:
     torch.testing.assert_close(padded.logits[:, 3:], alone[1], rtol=1e-5, atol=1e-5)
 
 
-def test_a_given_state_is_that_of_the_first_packed_sequence_only() -> None:
+def test_an_initial_state_is_that_of_the_first_packed_sequence_only() -> None:
     model, tokens = build(MAMBA2).eval(), random_tokens(1, 6)
     learned(model)
     packed = model(tokens, initial_state=model.zero_state(1), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
@@ -87,7 +87,7 @@ def test_a_given_state_is_that_of_the_first_packed_sequence_only() -> None:
 
 @pytest.mark.thinned(5)
 @every_family
-def test_its_gradient_is_that_of_a_parameter_given_as_the_initial_state(family: Family) -> None:
+def test_its_gradient_is_that_of_a_parameter_as_the_initial_state(family: Family) -> None:
     """Against a plain loop of gradient descent on a state that is an argument, in float64."""
     model, tokens = build(family, torch.float64), random_tokens(2, 9)
     twin, other = copy.deepcopy(model), random_tokens(2, 9)
@@ -110,7 +110,7 @@ def test_its_gradient_is_that_of_a_parameter_given_as_the_initial_state(family: 
 @pytest.mark.thinned(5)
 @every_family
 def test_sequences_start_from_the_scale_times_the_parameters(family: Family, tmp_path: Path) -> None:
-    """Loss, tokens, checkpoints and folders are those of the scaled state given as the initial state, in float64."""
+    """Loss, tokens, checkpoints and folders are those of the scaled state as the initial state, in float64."""
     model, tokens = build(family, torch.float64).eval(), random_tokens(2, 7)
     base = copy.deepcopy(model)
     parameters = learned(model)

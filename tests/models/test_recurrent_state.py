@@ -49,7 +49,7 @@ def assert_same(state: RecurrentState, other: RecurrentState) -> None:
     torch.testing.assert_close(state, other, rtol=0, atol=0)
 
 
-def test_the_zero_state_has_the_shapes_rows_and_dtype_asked_for() -> None:
+def test_the_zero_state_has_the_requested_shapes_rows_and_dtype() -> None:
     state = zero_state(SHAPES, 7, dtype=torch.float64)
     assert [[tuple(part.shape) for part in layer] for layer in state] == [[(7, 2, 3, 4), (7, 5, 3)]] * 2
     assert all(part.dtype == torch.float64 and not part.any() for layer in state for part in layer)

@@ -78,7 +78,7 @@ def test_head_dims_by_default(family: Family) -> None:
 @both_families
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("padding", [False, True])
-def test_with_linear_attention_the_pieces_equal_the_whole(family: Family, checkpointing: bool, padding: bool) -> None:
+def test_with_linear_attention_the_chunks_equal_the_whole(family: Family, checkpointing: bool, padding: bool) -> None:
     model = model_of(family, use_bias=True, **LINEAR)  # with biases, padding does not stay 0
     mask = torch.ones(2, 65, dtype=torch.long)
     mask[0, :7], mask[1, 20:31], mask[1, 60:] = 0, 0, 0
@@ -139,11 +139,11 @@ def test_a_model_with_softmax_attention_refuses_states_and_caches() -> None:
 
 
 def test_streams_are_read_at_once_whatever_the_chunk() -> None:
-    """Softmax attention has no state to carry from chunk to chunk, so that pieces would change what it predicts."""
+    """Softmax attention has no state to carry from chunk to chunk, so that chunks would change what it predicts."""
     model, tokens = model_of(MAMBA2, torch.float32, **SOFTMAX), random_tokens(1, 12)
     whole = stream_nll(model, tokens, progress=False)
-    pieces = stream_nll(model, tokens, chunk_length=5, progress=False)
-    assert (pieces.nll == whole.nll).all()
+    chunked = stream_nll(model, tokens, chunk_length=5, progress=False)
+    assert (chunked.nll == whole.nll).all()
     with torch.no_grad():
         log_probabilities = model(input_ids=tokens[:, :-1]).logits.log_softmax(-1)
     expected = -log_probabilities.gather(-1, tokens[:, 1:, None])[..., 0]

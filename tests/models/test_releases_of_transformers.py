@@ -31,8 +31,8 @@ def test_the_range_is_the_same_wherever_it_is_said() -> None:
     if Version(transformers.__version__).release[:2] == NEWEST:
         kernels = next(line for line in importlib.metadata.requires("transformers") or () if "kernels" in line)
         low, high = sorted(map(str, Requirement(kernels).specifier), reverse=True)
-        told = f"`kernels{low},{high}` for Transformers {'.'.join(map(str, NEWEST))}"
-        assert told in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+        sentence = f"`kernels{low},{high}` for Transformers {'.'.join(map(str, NEWEST))}"
+        assert sentence in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("release", ["4.57.0", "5.20.2"])

@@ -120,7 +120,7 @@ model.save_pretrained(sys.argv[4])
 
 
 @one_family
-def test_code_without_what_is_asked_for_says_so(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+def test_code_without_what_is_requested_says_so(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
     code = """
 model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
 try:

@@ -39,8 +39,8 @@ def test_every_form_is_read_as_the_same_rows(words: list[str], form: str) -> Non
 
 
 def test_forms_of_one_sequence_say_nothing() -> None:
-    for given in forms_of(["aaaaa", "aaaaa"]).values():
-        rows = read_rows({"input_ids": torch.zeros(2, 5)} | given)
+    for inputs in forms_of(["aaaaa", "aaaaa"]).values():
+        rows = read_rows({"input_ids": torch.zeros(2, 5)} | inputs)
         assert rows.real is rows.starts is None
 
 
@@ -50,17 +50,17 @@ def test_arguments_that_say_nothing_change_nothing(family: Family) -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0]])
     plain, padded = model(tokens).logits, model(tokens, attention_mask=mask).logits
     counted, ones = torch.arange(6)[None], torch.ones_like(tokens)
-    for given in (
+    for inputs in (
         {"position_ids": counted},
         {"position_ids": counted.expand(2, 6) + 7},
         {"token_type_ids": torch.zeros_like(tokens), "seq_idx": ones, "position_ids": counted},
         *({"attention_mask": ones.to(dtype)} for dtype in (torch.int64, torch.bool, torch.float32)),
     ):
-        assert torch.equal(model(tokens, **given).logits, plain)
+        assert torch.equal(model(tokens, **inputs).logits, plain)
     read = mask.cumsum(1)
     for positions in (counted, read - 1, (read - 1) * mask, (read - 1).masked_fill(mask == 0, 1), read * mask):
-        given = {"position_ids": positions, "token_type_ids": 1 - mask}
-        assert torch.equal(model(tokens, attention_mask=mask, **given).logits, padded)
+        inputs = {"position_ids": positions, "token_type_ids": 1 - mask}
+        assert torch.equal(model(tokens, attention_mask=mask, **inputs).logits, padded)
     for dtype in (torch.bool, torch.float32):
         assert torch.equal(model(tokens, attention_mask=mask.to(dtype)).logits, padded)
     first = model(tokens[:, :4], use_cache=True, position_ids=counted[:, :4])
@@ -107,11 +107,11 @@ OF_LABELS = {
 
 @pytest.mark.parametrize("name", REFUSED | OF_LABELS)
 def test_what_no_recurrent_model_can_follow_is_refused(name: str) -> None:
-    given, message = (REFUSED | OF_LABELS)[name]
+    inputs, message = (REFUSED | OF_LABELS)[name]
     model = build(FAMILIES[0])
     for run in (model, model.base_model) if name in REFUSED else (model,):
         with pytest.raises(ValueError, match=re.escape(message)):
-            run(**({"input_ids": random_tokens(2, 17)} | given))
+            run(**({"input_ids": random_tokens(2, 17)} | inputs))
 
 
 @every_family
@@ -143,8 +143,8 @@ def test_a_row_of_padding_only_leaves_its_state_bit_for_bit(family: Family) -> N
 def test_losses_and_hidden_states_are_those_of_the_sequences_alone(family: Family, form: str) -> None:
     """Every label is predicted from the real token of its sequence before it, and a first token has none."""
     model, tokens, real = build(family, torch.float64), random_tokens(len(PADDED), 17), real_of(PADDED)
-    given, labels = forms_of(PADDED)[form], tokens.masked_fill(~real, -100)
-    output = model(tokens, labels=labels, output_hidden_states=True, **given)
+    inputs, labels = forms_of(PADDED)[form], tokens.masked_fill(~real, -100)
+    output = model(tokens, labels=labels, output_hidden_states=True, **inputs)
     losses, inside = [], torch.full_like(tokens, -100)
     for row, places in places_of(PADDED):
         alone = model(tokens[row : row + 1, places], output_hidden_states=True)
@@ -156,11 +156,11 @@ def test_losses_and_hidden_states_are_those_of_the_sequences_alone(family: Famil
     torch.testing.assert_close(output.loss, expected.mean())
     assert torch.equal(labels, tokens.masked_fill(~real, -100))
     by_items = {"labels": labels, "num_items_in_batch": torch.tensor(100)}
-    torch.testing.assert_close(model(tokens, **given, **by_items).loss, expected.sum() / 100)
-    torch.testing.assert_close(model(tokens, **given, labels=tokens, shift_labels=inside).loss, expected.mean())
+    torch.testing.assert_close(model(tokens, **inputs, **by_items).loss, expected.sum() / 100)
+    torch.testing.assert_close(model(tokens, **inputs, labels=tokens, shift_labels=inside).loss, expected.mean())
 
 
-def test_two_pieces_have_the_loss_of_the_whole() -> None:
+def test_two_chunks_have_the_loss_of_the_whole() -> None:
     model, tokens = build(FAMILIES[0]), random_tokens(2, 9)
     shifted = pad(tokens[:, 1:], (0, 1), value=-100)
     whole = model(tokens, labels=tokens, num_items_in_batch=16).loss
@@ -213,12 +213,12 @@ def test_generate_goes_on_with_the_last_sequence_or_refuses() -> None:
     model, tokens = build(FAMILIES[0]), random_tokens(1, 17)
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     expected = model.generate(tokens[:, 8:], **options)
-    for form, given in forms_of(WHOLE[1:]).items():
+    for form, inputs in forms_of(WHOLE[1:]).items():
         if form == "position_ids":
-            assert torch.equal(model.generate(tokens, **given, **options)[:, 8:], expected), form
+            assert torch.equal(model.generate(tokens, **inputs, **options)[:, 8:], expected), form
             continue
         with pytest.raises(ValueError, match="generate takes one sequence per row"):
-            model.generate(tokens, **given, **options)
+            model.generate(tokens, **inputs, **options)
 
 
 def test_padding_stays_below_the_number_of_tokens() -> None:

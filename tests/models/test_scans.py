@@ -33,9 +33,9 @@ def run(
     leaves = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
     outputs, length, carried = [], inputs[scan.over_time[0]].shape[1], leaves
     for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
-        piece = {name: leaves[name][:, start:stop] for name in scan.over_time}
-        piece |= {name: leaves[name][:, start : stop + 1] for name in scan.before}
-        y, state = function(**(carried | piece), **options)  # type: ignore[operator]
+        chunk = {name: leaves[name][:, start:stop] for name in scan.over_time}
+        chunk |= {name: leaves[name][:, start : stop + 1] for name in scan.before}
+        y, state = function(**(carried | chunk), **options)  # type: ignore[operator]
         carried = carried | {"initial_state": state}
         outputs.append(y)
     y = torch.cat(outputs, 1)

@@ -76,7 +76,7 @@ def test_what_was_loaded_does_not_depend_on_its_file(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["state", "text_state"])
-def test_a_file_without_a_checksum_is_read_and_told(kind: str, tmp_path: Path) -> None:
+def test_a_file_without_a_checksum_is_read_and_reported(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     load, expected = written(kind, path)
     fields, tensors, _ = read_tensors(path)

@@ -19,7 +19,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 
 
 def loss_and_gradients(model: Any, length: int = 20) -> tuple[Tensor, dict[str, Tensor]]:
-    """A step through two pieces with the state carried; the gradients of parameters and initial state."""
+    """A step through two chunks with the state carried; the gradients of parameters and initial state."""
     model.zero_grad()
     tokens = random_tokens(2, length)
     state = map_state(Tensor.requires_grad_, random_state(model, 2))
@@ -221,7 +221,7 @@ def test_the_vocabulary_can_grow_and_shrink(family: Family, tied: bool) -> None:
 
 
 @every_family
-def test_input_embeddings_can_be_given_and_replaced(family: Family) -> None:
+def test_input_embeddings_can_be_passed_and_replaced(family: Family) -> None:
     model, tokens = build(family), random_tokens(2, 6)
     embeds = model.get_input_embeddings()(tokens)
     assert torch.equal(model(inputs_embeds=embeds).logits, model(tokens).logits)
@@ -263,6 +263,6 @@ def test_layers_run_on_packed_weights(family: Family) -> None:
         setattr(packed.get_submodule(parent), last, layer)
         rounded.get_submodule(name).weight.data = layer.unpacked()
     tokens = random_tokens(2, 9)
-    given, expected = packed(tokens, labels=tokens), rounded(tokens, labels=tokens)
-    torch.testing.assert_close(given.logits, expected.logits)
-    given.loss.backward()  # into what is not packed
+    actual, expected = packed(tokens, labels=tokens), rounded(tokens, labels=tokens)
+    torch.testing.assert_close(actual.logits, expected.logits)
+    actual.loss.backward()  # into what is not packed

@@ -1,4 +1,4 @@
-"""Training on a GPU without the kernels is said once, with what to do; the inputs are told to be on a GPU."""
+"""Training on a GPU without the kernels is said once, with what to do; the inputs report a GPU as their device."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +49,7 @@ def test_it_names_the_limit_that_is_not_met(said: dict[str, None], monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "why", ["kernels run", "torch is asked for", "a CPU", "evaluation", "no gradients", "compiled"]
+    "why", ["kernels run", "torch is requested", "a CPU", "evaluation", "no gradients", "compiled"]
 )
 def test_nothing_is_said_otherwise(why: str, said: dict[str, None], monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = first_mixer(build(MAMBA2))
@@ -57,7 +57,7 @@ def test_nothing_is_said_otherwise(why: str, said: dict[str, None], monkeypatch:
     if why == "kernels run":
         mixer.kernel_available = True
         monkeypatch.setattr(type(mixer), "kernel_limit", lambda *_: "")
-    elif why == "torch is asked for":
+    elif why == "torch is requested":
         mixer.config.scan_backend = "torch"
     elif why == "a CPU":
         x = torch.zeros(1)

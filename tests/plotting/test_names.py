@@ -2,7 +2,7 @@ from hf_recurrent_lengthgen.plotting.names import LONGEST, figure_names, short_n
 from tests.metrics.diagnoses import expected
 
 
-def test_paths_are_called_by_as_few_parts_as_tell_them_apart() -> None:
+def test_paths_are_called_by_as_few_parts_as_separate_them() -> None:
     assert short_names(["/tmp/demo/base/", "demo/intervention"]) == ["base", "intervention"]
     assert short_names(["a/1/base", "a/2/base", "other"]) == ["1/base", "2/base", "other"]
     assert short_names(["org/base (retention 0.9)", "org/base"]) == ["base (retention 0.9)", "base"]

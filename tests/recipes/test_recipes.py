@@ -220,7 +220,7 @@ def is_number(text: str) -> bool:
     return re.fullmatch(r"-?[\d.]+(e-?\d+)?", text) is not None
 
 
-# the name that all supported versions of Transformers know
+# the name in all supported versions of Transformers
 @pytest.mark.thinned(3)
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("arguments", COMMANDS, ids=RUNS)

@@ -105,7 +105,7 @@ def test_a_damaged_or_forged_file_is_refused(name: str, own: tuple[Any, TextStat
     assert str(path) in str(raised.value)
 
 
-def test_a_file_that_is_not_there_is_told(own: tuple[Any, TextState], tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_reported(own: tuple[Any, TextState], tmp_path: Path) -> None:
     model, _ = own
     with pytest.raises(ValueError, match="holds no text state at all"):
         load_text_state(tmp_path / "nothing", model)
@@ -236,7 +236,7 @@ def test_a_text_state_without_keys_does_not_fit_a_hybrid(tmp_path: Path) -> None
         load_text_state(path, tiny_model("jamba"))
 
 
-def test_a_state_alone_is_told_from_a_text_state(own: tuple[Any, TextState], tmp_path: Path) -> None:
+def test_a_state_alone_is_distinguished_from_a_text_state(own: tuple[Any, TextState], tmp_path: Path) -> None:
     model, text_state = own
     save_state(tmp_path / "state", text_state.state)
     with pytest.raises(ValueError, match=r"'recurrent_state', .* load_state reads it"):

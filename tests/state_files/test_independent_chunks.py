@@ -62,7 +62,7 @@ def test_the_answer_is_that_of_the_paper_s_loop(name: str, length: int, chunk: i
     chunks = read_chunks(model, tokens, chunk, before=BEGINNING)
     save_text_state(tmp_path / "chunks", chunks)
     loaded = load_text_state(tmp_path / "chunks", model)
-    for _ in range(2):  # a text is read once and asked often
+    for _ in range(2):  # a text is read once and questioned often
         found, chosen, entropies = ask_surest(model, loaded, QUESTION, **GREEDY)
         assert torch.equal(found, torch.cat([QUESTION, answer], dim=1))
         assert chosen == row
@@ -137,7 +137,7 @@ def test_a_prompt_is_cut_between_beginning_and_question() -> None:
         assert chunk_prompts(range(11), **whole) == [[*range(11)]]
 
 
-def test_what_cannot_be_asked_is_refused() -> None:
+def test_questions_that_cannot_be_answered_are_refused() -> None:
     model = MODELS["mamba2"]()
     chunks = read_chunks(model, text(20), 10)
     with pytest.raises(ValueError, match=r"1 token or more.*got 0"):

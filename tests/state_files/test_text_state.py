@@ -1,4 +1,4 @@
-"""Reading in pieces, going on and asking, against the model that reads the whole text at once."""
+"""Reading in chunks, going on and asking, against the model that reads the whole text at once."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +56,7 @@ def assert_same(one: TextState, other: TextState, tolerance: float = 1e-5) -> No
 
 @pytest.mark.thinned(11)
 @pytest.mark.parametrize("name", MODELS)
-def test_pieces_folders_and_whole_texts_give_the_same_state_and_answers(name: str, tmp_path: Path) -> None:
+def test_chunks_folders_and_whole_texts_give_the_same_state_and_answers(name: str, tmp_path: Path) -> None:
     model, tokens, question = MODELS[name](), text(37), text(5, seed=4)
     whole = read_text(model, tokens)
     assert whole.prefix == prefix_hash(tokens)
@@ -182,7 +182,7 @@ def test_an_adapter_is_part_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         {"repetition_penalty": 2.0},
         {"no_repeat_ngram_size": 2},
@@ -192,18 +192,18 @@ def test_an_adapter_is_part_of_the_model() -> None:
     ],
     ids=str,
 )
-def test_what_needs_the_text_that_was_read_is_refused(given: dict[str, float]) -> None:
+def test_what_needs_the_text_that_was_read_is_refused(settings: dict[str, float]) -> None:
     model = MODELS["mamba2"]()
-    read, greedy, (name,) = read_text(model, text(9)), dict(GREEDY), given
+    read, greedy, (name,) = read_text(model, text(9)), dict(GREEDY), settings
     if name == "max_length":
         del greedy["max_new_tokens"]  # which comes before it
-    for asked in (greedy | given, {"generation_config": GenerationConfig(**greedy, **given)}):
+    for arguments in (greedy | settings, {"generation_config": GenerationConfig(**greedy, **settings)}):
         with pytest.raises(ValueError, match=f"^{name}"):
-            ask(model, read, text(4), **asked)
-    vars(model.generation_config).update(given)
-    for asked in (greedy, {"generation_config": GenerationConfig(**greedy)}):  # which says nothing of it
+            ask(model, read, text(4), **arguments)
+    vars(model.generation_config).update(settings)
+    for arguments in (greedy, {"generation_config": GenerationConfig(**greedy)}):  # which says nothing of it
         with pytest.raises(ValueError, match=rf"^{name}.*generation_config\.json"):
-            ask(model, read, text(4), **asked)
+            ask(model, read, text(4), **arguments)
     neutral = {"max_length": {"max_new_tokens": 6}, "min_length": {"min_new_tokens": 6}}
     neutral |= {"repetition_penalty": {name: 1.0}, "no_repeat_ngram_size": {name: 0}, "token_healing": {name: False}}
     assert ask(model, read, text(4), **greedy | neutral[name]).shape == (1, 10)
@@ -235,23 +235,23 @@ def test_settings_look_at_the_prompt_as_in_the_whole_text(name: str, setting: st
     greedy = {**GREEDY, "num_beams": 2} if setting == "num_return_sequences" else dict(GREEDY)
     whole = torch.cat([tokens, question], 1)
     plain = model.generate(whole, **greedy)[:, 12:]
-    given = {setting.split()[0]: END[setting](question[0].tolist(), int(plain[0, 5]))}
-    given |= {"tokenizer": byte_tokenizer()} if setting == "stop_strings" else {}
-    expected = model.generate(whole, **greedy, **given)[:, 12:]
+    settings = {setting.split()[0]: END[setting](question[0].tolist(), int(plain[0, 5]))}
+    settings |= {"tokenizer": byte_tokenizer()} if setting == "stop_strings" else {}
+    expected = model.generate(whole, **greedy, **settings)[:, 12:]
     assert torch.equal(expected, plain) == (setting == "forced_bos_token_id")  # which follows a text of one token only
-    assert torch.equal(ask(model, read_text(model, tokens), question, **greedy, **given), expected)
+    assert torch.equal(ask(model, read_text(model, tokens), question, **greedy, **settings), expected)
 
 
 @pytest.mark.parametrize("setting", list(END)[:8])
 def test_settings_that_look_beyond_the_prompt_are_refused(setting: str) -> None:
     model, tokens = MODELS["mamba2"](), text(12)
     argument = setting.split()[0]
-    given, read = {argument: END[setting](tokens[0].tolist(), 7)}, read_text(model, tokens)
+    settings, read = {argument: END[setting](tokens[0].tolist(), 7)}, read_text(model, tokens)
     if setting == "bad_words_ids of 2":
-        assert ask(model, read, text(1), **GREEDY, **given).shape == (1, 7)
+        assert ask(model, read, text(1), **GREEDY, **settings).shape == (1, 7)
         return
-    for asked in (given, {"generation_config": GenerationConfig(**given)}):
+    for arguments in (settings, {"generation_config": GenerationConfig(**settings)}):
         with pytest.raises(
             ValueError, match=f"^{argument}=.* needs the last . tokens .* gets 1 .*a prompt of . tokens"
         ):
-            ask(model, read, text(1), **GREEDY, **asked)
+            ask(model, read, text(1), **GREEDY, **arguments)

@@ -146,7 +146,7 @@ def test_one_layer_of_a_hybrid_is_expanded_alone(model_type: str, tmp_path: Path
     assert type(expanded) is type(stock)
     with torch.no_grad():
         torch.testing.assert_close(expanded(tokens).logits, stock(tokens).logits, rtol=0, atol=1e-5)
-    wrapped, carried = stateful(expanded), stateful(stock)  # reads a text in pieces
+    wrapped, carried = stateful(expanded), stateful(stock)  # reads a text in chunks
     shapes, old = ([s.recurrent for s in model.state_shapes() if s.recurrent != (0,)] for model in (wrapped, carried))
     assert shapes == [(*shape[:-1], shape[-1] * (1 + (layer == 1))) for layer, shape in enumerate(old)]
     report = expansion_report(stock.config, [1], factor=2)

@@ -99,8 +99,8 @@ def test_copied_rows_read_and_write_the_old_state_as_many_times(groups: int) -> 
         y = (y.flatten(1) * silu(z)).unflatten(-1, (groups, -1))
         y = y / (y.square().mean(-1, keepdim=True) + model.config.layer_norm_epsilon).sqrt()
         expected = m.out_proj(y.flatten(1))
-    given, _ = new(x, expand_state(model, [0], factor=copies).zero_state(2)[0])
-    torch.testing.assert_close(given[:, -1], expected, rtol=1e-4, atol=1e-5)
+    actual, _ = new(x, expand_state(model, [0], factor=copies).zero_state(2)[0])
+    torch.testing.assert_close(actual[:, -1], expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -118,8 +118,8 @@ def test_merged_heads_of_the_released_baseline_keep_their_weights_behind_a_new_n
         o = m.q_proj(x_t) / 8**0.5 @ S
         o = m.g_norm_swish_gate.weight.repeat(4) * o / (o.square().mean() + model.config.norm_eps).sqrt()
         outputs.append(m.o_proj(o * silu(m.g_proj(x_t))))
-    given, _ = block.attn(block.attn_norm(x[None]), expanded.zero_state(1)[0])
-    torch.testing.assert_close(given[0], torch.stack(outputs), rtol=1e-4, atol=1e-5)
+    actual, _ = block.attn(block.attn_norm(x[None]), expanded.zero_state(1)[0])
+    torch.testing.assert_close(actual[0], torch.stack(outputs), rtol=1e-4, atol=1e-5)
 
 
 def test_copies_stay_copies_in_training() -> None:
@@ -198,8 +198,8 @@ def test_rows_are_copied_a_whole_number_of_times() -> None:
 def test_the_command_and_the_trainer_take_them(how: Any, tmp_path: Path) -> None:
     base, out = toys.tiny_model(), str(tmp_path / "expanded")
     base.save_pretrained(tmp_path / "base")
-    given = ["--output", out, "--layers", "all", "--initialization", how]
-    assert main(["expand", str(tmp_path / "base"), *given]) == 0
+    options = ["--output", out, "--layers", "all", "--initialization", how]
+    assert main(["expand", str(tmp_path / "base"), *options]) == 0
     by_command = load_model(out)
     assert by_command.config.expanded_layers == {"0": how, "1": how}
     settings = toys.QUIET | {"expand_layers": "all", "expand_initialization": how, "max_steps": 1, "seed": 0}

@@ -93,8 +93,8 @@ def test_merged_heads_of_gla_are_those_of_the_paper(heads: int) -> None:
                 r = silu(W["g_proj.weight"][values] @ x_t)
                 outputs[row, t] += W["o_proj.weight"][:, values] @ (r * o)
     mixer = expanded.model.layers[0].attn
-    given, _ = mixer(x, expanded.zero_state(2)[0])
-    torch.testing.assert_close(given, outputs, rtol=1e-4, atol=1e-5)
+    actual, _ = mixer(x, expanded.zero_state(2)[0])
+    torch.testing.assert_close(actual, outputs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thinned(7)
@@ -180,11 +180,11 @@ def test_reinit_of_mamba2_starts_only_the_recurrence_anew() -> None:
     inner, heads, groups = 32, 4, 2
     for name, before in (("in_proj", 2 * inner), ("conv1d", inner)):
         for part in ("weight", "bias"):
-            given, kept = getattr(new, name).get_parameter(part), getattr(old, name).get_parameter(part)
-            assert torch.equal(given[:before], kept[:before])
+            actual, kept = getattr(new, name).get_parameter(part), getattr(old, name).get_parameter(part)
+            assert torch.equal(actual[:before], kept[:before])
             if name == "in_proj":
-                assert torch.equal(given[-heads:], kept[-heads:])
-            rows = given[before : before + 2 * groups * 8]
+                assert torch.equal(actual[-heads:], kept[-heads:])
+            rows = actual[before : before + 2 * groups * 8]
             assert not any(bool((row == kept_row).all()) for row in rows for kept_row in kept)
     assert bool(((new.A_log >= 0) & (new.A_log <= math.log(16))).all())
     steps = torch.nn.functional.softplus(new.dt_bias)
@@ -204,8 +204,8 @@ def test_the_rows_of_each_group_stay_together() -> None:
     model = build(MAMBA2)  # two groups of 5
     mixer = expand_state(model, [0], state_size=7, initialization="inherit").backbone.layers[0].mixer
     old = model.backbone.layers[0].mixer.in_proj.weight
-    for given, kept in ((slice(64, 78), slice(64, 74)), (slice(78, 92), slice(74, 84))):  # B, C
-        rows, old_rows = mixer.in_proj.weight[given], old[kept]
+    for new_rows, kept in ((slice(64, 78), slice(64, 74)), (slice(78, 92), slice(74, 84))):  # B, C
+        rows, old_rows = mixer.in_proj.weight[new_rows], old[kept]
         assert torch.equal(torch.cat([rows[:5], rows[7:12]]), old_rows)
     assert not mixer.in_proj.weight[[83, 84, 90, 91]].any()  # of C
     assert bool(mixer.in_proj.weight[[69, 70, 76, 77]].all())  # of B
@@ -237,7 +237,7 @@ def test_reinit_of_merged_heads_starts_the_whole_block_anew_and_nothing_else(fam
 
 
 @every_family
-def test_model_and_config_given_stay_as_they_are(family: Family) -> None:
+def test_the_model_and_its_config_stay_as_they_are(family: Family) -> None:
     model = build(family)
     config, weights = model.config.to_dict(), {k: v.clone() for k, v in model.state_dict().items()}
     other = family.causal_lm_class(model.config)  # shares the config

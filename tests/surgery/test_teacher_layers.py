@@ -32,15 +32,15 @@ def model_of(family: str, layers: int, seed: int, **changes: Any) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_becomes_that_of_the_teacher_and_nothing_else_changes(family: str) -> None:
     student, teacher = model_of(family, 3, 0), model_of(family, 4, 1)
-    before, given = parameters(student), parameters(teacher)
+    before, of_teacher = parameters(student), parameters(teacher)
     initialize_from_teacher_layer(student, teacher, 2)
-    assert changed_names(given, teacher) == set()
+    assert changed_names(of_teacher, teacher) == set()
     list_name = "rwkv.blocks" if family == "RWKV5" else f"{student.base_model_prefix}.layers"
     inside = 0
     for name, value in student.named_parameters():
         rest = name.removeprefix(f"{list_name}.").partition(".")[2]
         if name.startswith(list_name) and not rest.startswith(("pre_norm", "pre_ln")):
-            assert torch.equal(value, given[f"{list_name}.2.{rest}"]), name
+            assert torch.equal(value, of_teacher[f"{list_name}.2.{rest}"]), name
             inside += 1
         else:
             assert torch.equal(value, before[name]), name

@@ -78,19 +78,19 @@ def loop(model: Any, inputs: dict[str, Any], chunk_length: int) -> tuple[Tensor,
 
 
 def in_windows(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Gradients of two windows with a backward pass each, after a piece that is only read."""
+    """Gradients of two windows with a backward pass each, after a chunk that is only read."""
     ids, state = inputs["input_ids"], map_state(Tensor.detach, inputs["initial_state"])
     targets = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
-    given = {"num_items_in_batch": inputs["num_items_in_batch"], "output_final_state": True} | (keys := keys_of(model))
+    also = {"num_items_in_batch": inputs["num_items_in_batch"], "output_final_state": True} | (keys := keys_of(model))
     with torch.no_grad():
         read = {"initial_state": state, "logits_to_keep": 1, "output_final_state": True}
         state = model(input_ids=ids[:, :3], **read, **keys).final_state
     for window in (slice(3, 8), slice(8, None)):
-        asked = targets[:, window].contiguous()
-        output = model(input_ids=ids[:, window], labels=asked, shift_labels=asked, initial_state=state, **given)
+        labels = targets[:, window].contiguous()
+        output = model(input_ids=ids[:, window], labels=labels, shift_labels=labels, initial_state=state, **also)
         state = map_state(Tensor.detach, output.final_state)
         if keys:
-            given["attention_cache"] = given["attention_cache"].detached()
+            also["attention_cache"] = also["attention_cache"].detached()
         output.loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()

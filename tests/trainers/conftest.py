@@ -12,7 +12,7 @@ from tests.trainers import toys
 
 @pytest.fixture
 def make_config(tmp_path: Path) -> Callable[..., StatePassingConfig]:
-    """Settings for a quiet run on the CPU that saves nothing; fields are given by keyword."""
+    """Settings for a quiet run on the CPU that saves nothing; fields are keywords."""
 
     def make(**fields: Any) -> StatePassingConfig:
         return StatePassingConfig(

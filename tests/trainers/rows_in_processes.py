@@ -97,17 +97,17 @@ def flattened(rows: int, accumulation: int, shared: bool = False) -> tuple[dict[
 def one_in_each() -> dict[str, Tensor]:
     """The weights after an epoch in windows of examples, of which each process has one as a packed row at a time."""
     rows = toys.examples(36)
-    given = [{name: row[name][: row["attention_mask"].sum()] for name in ("input_ids", "labels")} for row in rows]
+    unpadded = [{name: row[name][: row["attention_mask"].sum()] for name in ("input_ids", "labels")} for row in rows]
     with tempfile.TemporaryDirectory() as folder:
         changes = {"gradient_accumulation_steps": BATCH // processes(), "num_train_epochs": 1, "save_strategy": "no"}
         trainer = toys.resumable_trainer(folder, 1, "tbtt on examples", **changes)
-        trainer.train_dataset = given
+        trainer.train_dataset = unpadded
         trainer.data_collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
         trainer.train()
         return toys.weights(trainer.model)
 
 
-def asked_first() -> dict[str, Tensor]:
+def labels_first() -> dict[str, Tensor]:
     """The weights after steps in windows, of whose two micro-batches only the first has targets."""
     rows = toys.sequences(4 * BATCH, length=23)
     for number, row in enumerate(rows):

@@ -92,26 +92,26 @@ def test_without_alpha_it_is_the_cross_entropy_of_torch(num_items: Any) -> None:
 
 
 def test_micro_batches_and_processes_add_up_to_one_batch() -> None:
-    """Three pieces, two with another l_extra, averaged over two processes and scaled as Trainer does."""
-    pieces = [(*random_batch(rows, 9), extra) for rows, extra in ((2, 1), (1, 3), (3, 3))]
-    items = sum(int((targets != -100).sum()) for _, targets, _ in pieces)
-    overlap = sum(overlap_positions(len(logits) // 2, 9, extra) for logits, _, extra in pieces)
+    """Three chunks, two with another l_extra, averaged over two processes and scaled as Trainer does."""
+    chunks = [(*random_batch(rows, 9), extra) for rows, extra in ((2, 1), (1, 3), (3, 3))]
+    items = sum(int((targets != -100).sum()) for _, targets, _ in chunks)
+    overlap = sum(overlap_positions(len(logits) // 2, 9, extra) for logits, _, extra in chunks)
     processes, losses, parts = 2, [], []
-    for logits, targets, extra in pieces:
+    for logits, targets, extra in chunks:
         result = aligned_cross_entropy(logits, targets, extra, alpha=ALPHA, num_items=items, overlap_items=overlap)
         loss = result.loss
         loss *= processes  # in place, as Trainer's compute_loss
         losses.append(loss / processes)
         parts.append(result)
-    scored = [int((targets != -100).sum()) for _, targets, _ in pieces]
+    scored = [int((targets != -100).sum()) for _, targets, _ in chunks]
     pairs = [2 * 4, 1 * 2, 3 * 2]  # rows x (9 - 4 - l_extra)
-    means = [naive(*piece) for piece in pieces]
+    means = [naive(*chunk) for chunk in chunks]
     cross_entropy = sum(m[0] * n for m, n in zip(means, scored, strict=True)) / sum(scored)
     distance = sum(m[1] * n for m, n in zip(means, pairs, strict=True)) / sum(pairs)
     torch.testing.assert_close(sum(losses), cross_entropy + ALPHA * distance)
     torch.testing.assert_close(sum(x.cross_entropy for x in parts), cross_entropy.detach())
     torch.testing.assert_close(sum(x.misalignment for x in parts), distance.detach())
-    inputs = [logits for logits, _, _ in pieces]
+    inputs = [logits for logits, _, _ in chunks]
     ours = torch.autograd.grad(sum(losses), inputs)
     torch.testing.assert_close(ours, torch.autograd.grad(cross_entropy + ALPHA * distance, inputs))
 

@@ -211,7 +211,7 @@ def test_a_transformer_with_rope_scaling_trains_its_adapters(tmp_path: Path) -> 
         ({"alignment_min_context": 0, "alignment_max_extra": 6, "alignment_length": 7}, 13, 7, 1, 6),  # up to T - 1
     ],
 )
-def test_crops_and_shifts_are_as_long_as_asked(
+def test_crops_and_shifts_are_as_long_as_requested(
     tmp_path: Path, fields: dict[str, int], tokens: int, length: int, low: int, high: int
 ) -> None:
     model = toys.tiny_model()
@@ -250,7 +250,7 @@ def test_evaluation_is_plain_cross_entropy_on_whole_rows(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"alignment_alpha": -0.1}, "alignment_alpha must be a finite number of at least 0"),
         ({"alignment_alpha": float("nan")}, "alignment_alpha must be a finite number of at least 0"),
@@ -262,8 +262,8 @@ def test_evaluation_is_plain_cross_entropy_on_whole_rows(tmp_path: Path) -> None
         ({"alignment_second_state": "own"}, "alignment_second_state must be 'same' or 'zero', got 'own'"),
     ],
 )
-def test_settings_out_of_range_are_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_settings_out_of_range_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         AlignmentConfig(str(tmp_path), **fields)
 
 
@@ -277,7 +277,7 @@ EIGHT = {"alignment_length": 8}
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "given", "told"),
+    ("kind", "fields", "arguments", "message"),
     [
         (AlignmentTrainer, EIGHT | {"alignment_max_extra": 4}, {}, r"l_extra must lie .* 1 and 3.*got 1 to 4"),
         (
@@ -292,11 +292,11 @@ EIGHT = {"alignment_length": 8}
     ids=["no overlap", "no context", "a loss", "experts"],
 )
 def test_what_cannot_be_aligned_is_refused(
-    tmp_path: Path, kind: Any, fields: dict[str, Any], given: dict[str, Any], told: str
+    tmp_path: Path, kind: Any, fields: dict[str, Any], arguments: dict[str, Any], message: str
 ) -> None:
     config = kind.config_class(str(tmp_path), **toys.QUIET, **fields)
-    with pytest.raises(ValueError, match=told):
-        kind(**{"model": toys.tiny_model(), "args": config, "train_dataset": toys.sequences(4)} | given)
+    with pytest.raises(ValueError, match=message):
+        kind(**{"model": toys.tiny_model(), "args": config, "train_dataset": toys.sequences(4)} | arguments)
 
 
 PADDED = (torch.arange(12) < 7).long()
@@ -304,7 +304,7 @@ PADDED = (torch.arange(12) < 7).long()
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(
-    ("fields", "rows", "told"),
+    ("fields", "rows", "message"),
     [
         (
             {"alignment_length": 9},
@@ -322,11 +322,11 @@ PADDED = (torch.arange(12) < 7).long()
     ],
     ids=["crops", "short", "shifts", "no labels", "padding"],
 )
-def test_rows_that_do_not_suit_are_refused(tmp_path: Path, fields: dict[str, int], rows: list[Any], told: str) -> None:
+def test_unsuitable_rows_are_refused(tmp_path: Path, fields: dict[str, int], rows: list[Any], message: str) -> None:
     trainer = AlignmentTrainer(
         toys.tiny_model(), AlignmentConfig(str(tmp_path), **toys.QUIET, **fields), train_dataset=rows
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         trainer.train()
 
 

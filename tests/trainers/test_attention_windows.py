@@ -32,9 +32,9 @@ def listening(trainer: Any) -> list[tuple[int, bool, int | None, Any]]:
     calls: list[Any] = []
     base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
 
-    def note(model: Any, _: Any, given: dict[str, Any]) -> None:
+    def note(model: Any, _: Any, inputs: dict[str, Any]) -> None:
         window = getattr(model.config, "attention_window", None)
-        calls.append((trainer.state.global_step, model.training, window, given["input_ids"].clone()))
+        calls.append((trainer.state.global_step, model.training, window, inputs["input_ids"].clone()))
 
     base.register_forward_pre_hook(note, with_kwargs=True)
     return calls
@@ -91,9 +91,9 @@ def test_weights_are_those_of_a_loop_over_the_stock_model_with_masks(
         for at, _, window, ids in calls:
             if at == step:
                 logits = masked(stock, ids, window, use_cache=False).logits[:, :-1]
-                given = torch.stack([labels[tuple(row.tolist())] for row in ids])[:, 1:]
-                losses.append(cross_entropy(logits.flatten(0, 1), given.flatten(), reduction="sum"))
-                targets += int((given != -100).sum())
+                shifted = torch.stack([labels[tuple(row.tolist())] for row in ids])[:, 1:]
+                losses.append(cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum"))
+                targets += int((shifted != -100).sum())
         assert len(losses) == accumulation
         by_hand.zero_grad()
         (torch.stack(losses).sum() / targets).backward()
@@ -105,10 +105,10 @@ def test_weights_are_those_of_a_loop_over_the_stock_model_with_masks(
 
 
 def test_the_recomputation_has_the_window_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
+    windows = []
 
     def flash(*args: Any, sliding_window: int, **named: Any) -> Any:
-        given.append((trainer.state.global_step, sliding_window))
+        windows.append((trainer.state.global_step, sliding_window))
         return flash_by_hand(*args, sliding_window=sliding_window, **named)
 
     monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash)
@@ -117,9 +117,9 @@ def test_the_recomputation_has_the_window_of_the_step(tmp_path: Path, monkeypatc
     trainer.model.config._attn_implementation = "flash_attention_2"
     calls = listening(trainer)
     trainer.train()
-    assert dict(given) == windows_of(calls)
-    assert len(set(given)) == 8
-    assert len(given) == 2 * len(calls)  # the forward pass and its repetition in the backward pass
+    assert dict(windows) == windows_of(calls)
+    assert len(set(windows)) == 8
+    assert len(windows) == 2 * len(calls)  # the forward pass and its repetition in the backward pass
 
 
 @pytest.mark.slow

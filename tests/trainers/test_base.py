@@ -39,9 +39,9 @@ ORDERED = {"sequential", "group_by_length", "batch_rebalance"} & {
 }
 
 
-def trained(trainer_class: type[Trainer], config: StatePassingConfig, **given: Any) -> dict[str, Any]:
+def trained(trainer_class: type[Trainer], config: StatePassingConfig, **options: Any) -> dict[str, Any]:
     model = toys.tiny_model()
-    trainer_class(model, config, train_dataset=toys.sequences(16), **given).train()
+    trainer_class(model, config, train_dataset=toys.sequences(16), **options).train()
     return toys.weights(model)
 
 
@@ -245,7 +245,7 @@ CHECKPOINTING = f"{'activation' if SINCE_5_23 else 'gradient'}_checkpointing_kwa
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         *(({"train_sampling_strategy": strategy}, "must be shuffled") for strategy in sorted(ORDERED)),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is not supported"),
@@ -257,9 +257,9 @@ CHECKPOINTING = f"{'activation' if SINCE_5_23 else 'gradient'}_checkpointing_kwa
     ],
 )
 def test_settings_that_do_not_go_with_states_are_refused(
-    make_config: MakeConfig, fields: dict[str, Any], told: str
+    make_config: MakeConfig, fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         StatePassingTrainer(toys.tiny_model(), make_config(**fields), train_dataset=toys.sequences(4))
 
 

@@ -78,13 +78,13 @@ SEVERAL: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def refused(folder: Path, given: dict[str, Any], world_size: int, started: int = 1) -> str:
+def refused(folder: Path, fields: dict[str, Any], world_size: int, started: int = 1) -> str:
     """What the trainer of these arguments, in one of `started` processes, is refused with, or nothing."""
     trainer = ZeroStateTrainer(
         toys.tiny_model(), InitialStateConfig(str(folder), **toys.QUIET), train_dataset=toys.sequences(4)
     )
     own = {"n_gpu": 1, "device": trainer.args.device, "world_size": world_size, "context_parallel_size": 1}
-    trainer.args = SimpleNamespace(**vars(trainer.args) | own | given)  # type: ignore[assignment]
+    trainer.args = SimpleNamespace(**vars(trainer.args) | own | fields)  # type: ignore[assignment]
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WORLD_SIZE", str(started))
@@ -94,10 +94,10 @@ def refused(folder: Path, given: dict[str, Any], world_size: int, started: int =
     return ""
 
 
-@pytest.mark.parametrize(("given", "told"), SEVERAL, ids=[next(iter(given)) for given, _ in SEVERAL])
-def test_what_depends_on_the_number_of_processes_is_refused(given: dict[str, Any], told: str, tmp_path: Path) -> None:
-    assert not refused(tmp_path, given, 1)
-    assert told in refused(tmp_path, given, 2)
+@pytest.mark.parametrize(("fields", "why"), SEVERAL, ids=[next(iter(fields)) for fields, _ in SEVERAL])
+def test_what_depends_on_the_number_of_processes_is_refused(fields: dict[str, Any], why: str, tmp_path: Path) -> None:
+    assert not refused(tmp_path, fields, 1)
+    assert why in refused(tmp_path, fields, 2)
 
 
 def test_processes_that_do_not_see_each_other_are_refused(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def backward(model: Any, output: Any, state: RecurrentState) -> dict[str, Tensor
     return gradients(model, output["loss"], output["final_state"], state)
 
 
-def close(given: Any, expected: Any, dtype: torch.dtype = torch.float64) -> None:
-    torch.testing.assert_close(given, expected, **TOLERANCE[dtype])
+def close(actual: Any, expected: Any, dtype: torch.dtype = torch.float64) -> None:
+    torch.testing.assert_close(actual, expected, **TOLERANCE[dtype])
 
 
 @pytest.mark.thinned(7)

@@ -76,7 +76,7 @@ def model() -> StatefulMamba2ForCausalLM:
 
 
 def tokenizer() -> Any:
-    """Bytes, of the kind that knows which characters a token stands for: assistant_only_loss needs that."""
+    """Bytes, of the kind that reports which characters a token stands for: assistant_only_loss needs that."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     names = ["<pad>", "</s>", *sorted(letters)]
     made = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
@@ -123,10 +123,10 @@ class Calls:
 def trained(path: Path, method: Any = StatePassingTrainer, data: Any = None, **fields: Any) -> tuple[Any, Calls]:
     trainer_class, config_class = combine(method, trl.SFTTrainer)
     further = {name: fields.pop(name) for name in ("peft_config", "eval_dataset", "callbacks") if name in fields}
-    given = fields.pop("model", None) or model()
-    calls = Calls(given)
+    trained_model = fields.pop("model", None) or model()
+    calls = Calls(trained_model)
     trainer = trainer_class(
-        given,
+        trained_model,
         config_class(str(path), **SETTINGS | fields),
         train_dataset=rows() if data is None else data,
         processing_class=tokenizer(),
@@ -189,10 +189,10 @@ def test_a_packed_text_is_a_sequence_with_a_state_of_its_own(tmp_path: Path) -> 
         assert len(lengths) > 2
         assert "position_ids" not in inputs
         if step:
-            before, given = calls.final[step - 1], calls.initial[step]
-            assert given is not None
-            shared = min(len(given), len(before))
-            torch.testing.assert_close(given[:shared], before[:shared], rtol=0, atol=0)
+            before, initial = calls.final[step - 1], calls.initial[step]
+            assert initial is not None
+            shared = min(len(initial), len(before))
+            torch.testing.assert_close(initial[:shared], before[:shared], rtol=0, atol=0)
     assert all("mean_token_accuracy" in entry for entry in trainer.state.log_history if "loss" in entry)
 
 
@@ -212,13 +212,13 @@ LAYOUTS = {
 def test_padded_and_packed_texts_give_the_loss_of_each_alone(
     tmp_path: Path, method: Any, layout: str, hybrid: bool
 ) -> None:
-    given: Any = stateful(tiny_hybrid("falcon_h1", vocab_size=384)) if hybrid else model()
-    fresh = copy.deepcopy(given)
+    trained_model: Any = stateful(tiny_hybrid("falcon_h1", vocab_size=384)) if hybrid else model()
+    fresh = copy.deepcopy(trained_model)
     pair: Any = (trl.SFTTrainer, trl.SFTConfig) if method is None else combine(method, trl.SFTTrainer)
     trainer_class, config_class = pair
     settings = SETTINGS | {"max_steps": 1, "max_length": 80} | LAYOUTS[layout]
     trainer = trainer_class(
-        given, config_class(str(tmp_path), **settings), train_dataset=texts(), processing_class=tokenizer()
+        trained_model, config_class(str(tmp_path), **settings), train_dataset=texts(), processing_class=tokenizer()
     )
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.train()
@@ -262,7 +262,7 @@ def test_chats_and_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_lineage_tells_of_the_method_and_of_the_settings_of_both(tmp_path: Path) -> None:
+def test_the_lineage_reports_the_method_and_the_settings_of_both(tmp_path: Path) -> None:
     model().save_pretrained(tmp_path / "base")
     start = StatefulMamba2ForCausalLM.from_pretrained(tmp_path / "base")
     trainer_class, config_class = combine(trl.SFTTrainer, StatePassingTrainer)
@@ -299,21 +299,21 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "make", [model, lambda: stateful(tiny_hybrid("lfm2", vocab_size=384))], ids=["family", "hybrid"]
 )
-def test_long_chats_are_read_in_pieces_as_by_tbtt_alone(
+def test_long_chats_are_read_in_chunks_as_by_tbtt_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any
 ) -> None:
     fields = {"assistant_only_loss": True, "logging_steps": 3}
-    pieces, calls = trained(tmp_path / "pieces", TbttTrainer, chats(), model=make(), bptt_chunk_length=4, **fields)
+    chunks, calls = trained(tmp_path / "chunks", TbttTrainer, chats(), model=make(), bptt_chunk_length=4, **fields)
     assert "set max_length=None" in caplog.text
     caplog.clear()
     fields["max_length"] = None
     whole, _ = trained(tmp_path / "whole", TbttTrainer, chats(), model=make(), bptt_chunk_length=64, **fields)
     assert "max_length" not in caplog.text
-    assert make is not model or len(calls.initial) > 3 * 3  # steps of at least three pieces
+    assert make is not model or len(calls.initial) > 3 * 3  # steps of at least three chunks
     examples, longest = [], 0
-    for row in pieces.train_dataset:
+    for row in chunks.train_dataset:
         longest = max(longest, len(row["input_ids"]))
-    for row in pieces.train_dataset:
+    for row in chunks.train_dataset:
         ids, labels = torch.tensor(row["input_ids"]), torch.tensor(row["labels"])
         item = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
         space = (0, longest - len(ids))
@@ -321,14 +321,14 @@ def test_long_chats_are_read_in_pieces_as_by_tbtt_alone(
     alone = make()
     args = TbttConfig(str(tmp_path), **SETTINGS, bptt_chunk_length=4, lr_scheduler_type="linear")
     TbttTrainer(alone, args, train_dataset=examples).train()
-    for one, other in zip(pieces.model.parameters(), alone.parameters(), strict=True):
+    for one, other in zip(chunks.model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
     assert any((a - b).abs().max() > 1e-4 for a, b in zip(whole.model.parameters(), alone.parameters(), strict=True))
-    assert pieces.state.log_history[-2]["num_tokens"] == whole.state.log_history[-2]["num_tokens"]
+    assert chunks.state.log_history[-2]["num_tokens"] == whole.state.log_history[-2]["num_tokens"]
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"alignment_alpha": 0.1, "loss_type": "dft"}, "loss_type='dft'"),
         ({"alignment_alpha": 0.1, "alignment_length": 8}, "padding"),
@@ -342,8 +342,8 @@ def test_long_chats_are_read_in_pieces_as_by_tbtt_alone(
     ],
     ids=["loss", "padding", "chunks", "windows", "padded packs", "frozen state"],
 )
-def test_what_does_not_go_together_is_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_does_not_go_together_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         trained(tmp_path, data=texts(), **fields)
 
 
@@ -352,12 +352,12 @@ def test_packed_rows_may_be_padded_where_all_start_from_zero(tmp_path: Path) -> 
 
 
 def test_granite_4_trains_with_the_loss_of_its_experts(tmp_path: Path) -> None:
-    given: Any = stateful(tiny_hybrid("granitemoehybrid", vocab_size=384))
+    hybrid: Any = stateful(tiny_hybrid("granitemoehybrid", vocab_size=384))
     trainer_class, config_class = combine(StatePassingTrainer, trl.SFTTrainer)
     losses = []
     for weight in (0.0, 0.5):
         arguments = config_class(str(tmp_path), **SETTINGS | {"max_steps": 1, "router_aux_loss_coef": weight})
-        trainer = trainer_class(copy.deepcopy(given), arguments, train_dataset=texts(), processing_class=tokenizer())
+        trainer = trainer_class(copy.deepcopy(hybrid), arguments, train_dataset=texts(), processing_class=tokenizer())
         trainer.train()
         losses.append(trainer.state.log_history[0])
         assert "num_experts" not in trainer.model.config.to_dict()
@@ -438,7 +438,7 @@ def test_the_config_has_the_fields_of_both_and_the_defaults_of_trl(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("pair", "told"),
+    ("pair", "message"),
     [
         (lambda: (StatePassingTrainer, trl.DPOTrainer), "DPOTrainer does not train on single texts"),
         (lambda: (trl.GRPOTrainer, StatePassingTrainer), "GRPOTrainer does not train on single texts"),
@@ -446,6 +446,6 @@ def test_the_config_has_the_fields_of_both_and_the_defaults_of_trl(tmp_path: Pat
         (lambda: (trl.SFTTrainer, Trainer), "the trainer of one method of this package and one other trainer"),
     ],
 )
-def test_other_pairs_are_refused(pair: Callable[[], tuple[Any, Any]], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_other_pairs_are_refused(pair: Callable[[], tuple[Any, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         combine(*pair())

@@ -31,7 +31,7 @@ def graphs_of(folder: Path, method: str) -> int:
     return counters["stats"]["unique_graphs"]
 
 
-# Chunks of compiled models are refused; pieces of examples have several lengths, and some are read without gradients.
+# Chunks of compiled models are refused; chunks of examples have several lengths, and some are read without gradients.
 SEVERAL = {"tbtt by document", "tbtt on examples"}
 
 
@@ -67,9 +67,9 @@ def test_a_learned_state_is_outside_of_the_layers(tmp_path: Path, monkeypatch: p
 
 def test_a_compiled_model_evaluates_whole_rows_of_which_others_read_chunks(tmp_path: Path) -> None:
     rows = toys.examples(6)
-    given = {"train_dataset": rows, "eval_dataset": rows, "data_collator": PaddingCollator()}
+    data = {"train_dataset": rows, "eval_dataset": rows, "data_collator": PaddingCollator()}
     losses = []
     for compiled in (COMPILED, {}):
         args = TbttConfig(str(tmp_path), bptt_chunk_length=4, **toys.QUIET, **compiled)
-        losses.append(TbttTrainer(toys.tiny_model(), args, **given).evaluate()["eval_loss"])
+        losses.append(TbttTrainer(toys.tiny_model(), args, **data).evaluate()["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

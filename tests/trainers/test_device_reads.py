@@ -116,21 +116,21 @@ def test_what_is_wrong_in_a_micro_batch_stops_the_step_before_weights_change(
 
     calls = []
 
-    def with_wrong_loss(self: Any, *given: Any) -> Any:
+    def with_wrong_loss(self: Any, *arguments: Any) -> Any:
         calls.append(None)
-        loss = loss_of(self, *given)
+        loss = loss_of(self, *arguments)
         return loss * math.nan if wrong == "loss" and len(calls) == 3 + micro_batch else loss
 
     monkeypatch.setattr("hf_recurrent_lengthgen.trainers.base.lay_out", with_wrong_ids)
     monkeypatch.setattr(type(trainer), "_loss", with_wrong_loss)
     seen = []
     trainer.add_callback(toys.OnStep(1, lambda: seen.append(toys.weights(trainer.model))))
-    told = {
+    message = {
         "loss": rf"The loss of step 1, micro-batch {micro_batch} is nan",
         "id": rf"input_ids must be from 0 to {VOCABULARY - 1}, got {VOCABULARY} in row 1, position 3",
         "label": rf"labels must be from .*, or -100 for none, got {VOCABULARY} in row 1, position 3",
     }[wrong]
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         trainer.train()
     assert len(calls) == 4
     toys.assert_same_weights(toys.weights(trainer.model), seen[0])

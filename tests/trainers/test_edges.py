@@ -45,9 +45,9 @@ def test_resets_inside_rows_belong_to_tbtt(settings: Settings) -> None:
 
 
 def test_rows_that_continue_are_no_evaluation_data(settings: Settings) -> None:
-    for given in (toys.chunks(8), {"a": toys.chunks(8)}):
+    for data in (toys.chunks(8), {"a": toys.chunks(8)}):
         with pytest.raises(ValueError, match="give PackedBlocks as eval_dataset"):
-            ZeroStateTrainer(toys.tiny_model(), settings(InitialStateConfig), eval_dataset=given)
+            ZeroStateTrainer(toys.tiny_model(), settings(InitialStateConfig), eval_dataset=data)
 
 
 def test_data_that_are_replaced_are_checked(settings: Settings) -> None:

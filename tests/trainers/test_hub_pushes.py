@@ -123,7 +123,7 @@ def test_a_run_with_a_lineage_gets_the_card_of_it(hub: Endpoint, make_config: Ma
         next(name for name in files if str(tmp_path) in files[name].decode(errors="replace"))
 
 
-def test_a_card_with_what_was_asked_for_is_trainers(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_card_with_requested_values_is_trainers(make_config: MakeConfig, tmp_path: Path) -> None:
     trainer = StatePassingTrainer(toys.tiny_model(), make_config(), train_dataset=toys.sequences(8))
     trainer.train()
     trainer.save_model()

@@ -50,7 +50,7 @@ WORDS = {
         "a" * T,
     ],
 }
-ASKED = {
+LABELLED = {
     "all": lambda row, place: place >= 0,
     "last": lambda row, place: place >= T - 2,
     "one": lambda row, place: (place == 14) & (row == 0),
@@ -65,9 +65,9 @@ def in_float64(model: Any) -> Any:
     forward = model.forward
 
     @functools.wraps(forward)
-    def wrapped(*args: Any, **given: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         with InFloat64():
-            return forward(*args, **given)
+            return forward(*args, **kwargs)
 
     model.forward = wrapped
     return model
@@ -81,25 +81,25 @@ def both(model_type: str, window: int | None = None) -> tuple[Any, Any]:
         return in_float64(stateful(copy.deepcopy(stock), attention_window=window)), stock
 
 
-def batch(form: str, asked: str = "all") -> dict[str, Tensor]:
-    """Rows with a token at each letter of `WORDS`, and the targets that are asked for."""
+def batch(form: str, labelled: str = "all") -> dict[str, Tensor]:
+    """Rows with a token at each letter of `WORDS`, and its labels."""
     words = WORDS[form]
     ids = random_tokens(len(words), len(words[0]))
     real = torch.tensor([[letter != "." for letter in word] for word in words])
     letters = torch.tensor([[ord(letter) for letter in word] for word in words]).cummax(1).values
-    scored = real & ASKED[asked](torch.arange(len(words))[:, None], torch.arange(len(words[0])))
-    given = {"input_ids": ids, "labels": ids.masked_fill(~scored, -100)}
-    given |= {"attention_mask": real.long()} if not real.all() else {}
-    return given | ({"seq_idx": letters} if form == "packed" else {})
+    scored = real & LABELLED[labelled](torch.arange(len(words))[:, None], torch.arange(len(words[0])))
+    inputs = {"input_ids": ids, "labels": ids.masked_fill(~scored, -100)}
+    inputs |= {"attention_mask": real.long()} if not real.all() else {}
+    return inputs | ({"seq_idx": letters} if form == "packed" else {})
 
 
-def read_alone(read: Any, form: str, asked: str) -> Tensor:
+def read_alone(read: Any, form: str, labelled: str) -> Tensor:
     """The loss of sequences that are read one by one, each from (1, L) to logits."""
-    given, losses = batch(form, asked), []
+    inputs, losses = batch(form, labelled), []
     for row, word in enumerate(WORDS[form]):
         for places in places_of(word):
-            targets = given["labels"][row, places[1:]]
-            logits = read(given["input_ids"][row, None, places])[0, :-1]
+            targets = inputs["labels"][row, places[1:]]
+            logits = read(inputs["input_ids"][row, None, places])[0, :-1]
             losses.append(cross_entropy(logits, targets, reduction="sum"))
     return torch.stack(losses).sum() / ITEMS
 
@@ -113,25 +113,25 @@ def trained(model: Any) -> list[Tensor]:
 
 
 @functools.cache
-def truth(model_type: str, form: str, asked: str, window: int | None) -> list[Tensor]:
+def truth(model_type: str, form: str, labelled: str, window: int | None) -> list[Tensor]:
     stock = both(model_type)[1]
 
     def read(ids: Tensor) -> Tensor:
-        given = stock(ids, use_cache=False) if window is None else masked(stock, ids, window, use_cache=False)
-        logits: Tensor = given.logits
+        output = stock(ids, use_cache=False) if window is None else masked(stock, ids, window, use_cache=False)
+        logits: Tensor = output.logits
         return logits
 
     with InFloat64():
-        return slopes(read_alone(read, form, asked), stock)
+        return slopes(read_alone(read, form, labelled), stock)
 
 
-def in_chunks(model: Any, given: dict[str, Any], chunk: int) -> Any:
+def in_chunks(model: Any, inputs: dict[str, Any], chunk: int) -> Any:
     with forward_in_chunks(model, chunk):
-        return model(**given, num_items_in_batch=ITEMS)
+        return model(**inputs, num_items_in_batch=ITEMS)
 
 
 CASES: list[tuple[str, str, int | None]] = [
-    *(("whole", asked, None) for asked in ASKED if asked != "late"),
+    *(("whole", labelled, None) for labelled in LABELLED if labelled != "late"),
     *(("whole", "all", window) for window in (1, 5, 100)),
     ("padded", "all", None),
     ("padded", "last", 5),
@@ -143,24 +143,24 @@ CASES: list[tuple[str, str, int | None]] = [
 
 @pytest.mark.thinned(97)
 @pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize(("form", "asked", "window"), CASES)
+@pytest.mark.parametrize(("form", "labelled", "window"), CASES)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_chunks_are_the_rows_of_the_stock_model(
-    model_type: str, form: str, asked: str, window: int | None, chunk: int
+    model_type: str, form: str, labelled: str, window: int | None, chunk: int
 ) -> None:
     model = both(model_type, window)[0]
-    found = slopes(in_chunks(model, batch(form, asked), chunk).loss, model)
-    assert relative_error(found, truth(model_type, form, asked, window)) < TOLERANCE
+    found = slopes(in_chunks(model, batch(form, labelled), chunk).loss, model)
+    assert relative_error(found, truth(model_type, form, labelled, window)) < TOLERANCE
 
 
 @pytest.mark.thinned(9)
 @pytest.mark.parametrize("form", ["position_ids", "borders"])
 @pytest.mark.parametrize("model_type", SUPPORTED_TYPES)
 def test_forms_that_say_that_rows_are_one_sequence_each_change_nothing(model_type: str, form: str) -> None:
-    given, model = batch("whole"), both(model_type)[0]
-    borders = {"cu_seq_lens_q": torch.arange(0, given["input_ids"].numel() + 1, T), "max_length_q": T}
-    given |= borders if form == "borders" else {"position_ids": torch.arange(T)[None]}
-    found = slopes(in_chunks(model, given, 7).loss, model)
+    inputs, model = batch("whole"), both(model_type)[0]
+    borders = {"cu_seq_lens_q": torch.arange(0, inputs["input_ids"].numel() + 1, T), "max_length_q": T}
+    inputs |= borders if form == "borders" else {"position_ids": torch.arange(T)[None]}
+    found = slopes(in_chunks(model, inputs, 7).loss, model)
     assert relative_error(found, truth(model_type, "whole", "all", None)) < TOLERANCE
 
 
@@ -209,10 +209,10 @@ def learned(model_type: str, form: str) -> list[Tensor]:
 @pytest.mark.parametrize("model_type", ["falcon_h1", LFM])
 def test_a_text_before_the_rows_gets_its_gradients(model_type: str) -> None:
     """A call, then chunks from its state, keys and values: the parameters have the gradients of the stock model."""
-    model, given = both(model_type)[0], batch("whole", "late")
+    model, inputs = both(model_type)[0], batch("whole", "late")
     cache = model.new_attention_cache()
-    first = model(given["input_ids"][:, :9], output_final_state=True, attention_cache=cache)
-    rest = {name: value[:, 9:] for name, value in given.items()}
+    first = model(inputs["input_ids"][:, :9], output_final_state=True, attention_cache=cache)
+    rest = {name: value[:, 9:] for name, value in inputs.items()}
     output = in_chunks(model, rest | {"initial_state": first.final_state, "attention_cache": cache}, 5)
     assert cache.position == T
     expected = truth(model_type, "whole", "late", None)
@@ -228,9 +228,9 @@ def leaves(tensors: Any) -> Any:
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("form", WORDS)
 @pytest.mark.parametrize("model_type", TYPES)
-def test_given_states_and_keys_get_their_gradients(model_type: str, form: str, window: int | None, chunk: int) -> None:
+def test_initial_states_and_keys_get_gradients(model_type: str, form: str, window: int | None, chunk: int) -> None:
     """Of rows that have read unequally many tokens."""
-    model, given = both(model_type, window)[0], batch(form)
+    model, rows = both(model_type, window)[0], batch(form)
     mask = (torch.arange(6) >= torch.arange(len(WORDS[form]))[:, None]).long()
     before = model.new_attention_cache()
     with torch.no_grad():
@@ -241,8 +241,8 @@ def test_given_states_and_keys_get_their_gradients(model_type: str, form: str, w
     found = []
     for size in (T, chunk):
         cache = copy.copy(before).replaced(keys, before.position, before.lengths)
-        inputs = given | {"initial_state": state, "attention_cache": cache}
-        output = model(**inputs, num_items_in_batch=ITEMS) if not found else in_chunks(model, inputs, size)
+        arguments = rows | {"initial_state": state, "attention_cache": cache}
+        output = model(**arguments, num_items_in_batch=ITEMS) if not found else in_chunks(model, arguments, size)
         lengths = torch.full((len(mask),), cache.position) if cache.lengths is None else cache.lengths
         after = [
             keys * (torch.arange(-keys.shape[2], 0) >= -lengths[:, None])[:, None, :, None]  # what is seen
@@ -283,18 +283,18 @@ def test_adapters_on_all_linear_layers_get_their_gradients(model_type: str, form
     assert relative_error(found, expected) < TOLERANCE
 
 
-def by_hand(model: Any, given: dict[str, Tensor], borders: list[int]) -> Tensor:
+def by_hand(model: Any, inputs: dict[str, Tensor], borders: list[int]) -> Tensor:
     """The loss of chunks by calls that a state and a cache connect."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     state, cache, losses = None, base.new_attention_cache(), []
     for start, end in pairwise(borders):
         output = model(
-            input_ids=given["input_ids"][:, start:end],
+            input_ids=inputs["input_ids"][:, start:end],
             initial_state=state,
             attention_cache=cache,
             output_final_state=True,
         )
-        state, targets = output.final_state, given["labels"][:, start + 1 : end + 1]
+        state, targets = output.final_state, inputs["labels"][:, start + 1 : end + 1]
         logits = output.logits[:, : targets.shape[1]]
         losses.append(cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
     return torch.stack(losses).sum() / ITEMS
@@ -305,15 +305,15 @@ def by_hand(model: Any, given: dict[str, Tensor], borders: list[int]) -> Tensor:
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 def test_dropout_is_the_same_when_chunks_are_computed_again(model_type: str, checkpointed: bool) -> None:
     """Of adapters, and of attention."""
-    model, given = adapted(model_type, dropout=0.3, attention_dropout=0.4)[0], batch("whole")
+    model, inputs = adapted(model_type, dropout=0.3, attention_dropout=0.4)[0], batch("whole")
     torch.manual_seed(3)
-    expected = slopes(by_hand(model, given, [0, 6, 12, 18, T]), model)
+    expected = slopes(by_hand(model, inputs, [0, 6, 12, 18, T]), model)
     if checkpointed:
         with_checkpointing(model.get_base_model(), context_fn=lambda: (nullcontext(), InFloat64()))
     torch.manual_seed(3)
-    assert relative_error(slopes(in_chunks(model, given, 7).loss, model), expected) < TOLERANCE
+    assert relative_error(slopes(in_chunks(model, inputs, 7).loss, model), expected) < TOLERANCE
     torch.manual_seed(4)
-    assert relative_error(slopes(in_chunks(model, given, 7).loss, model), expected) > 0.01
+    assert relative_error(slopes(in_chunks(model, inputs, 7).loss, model), expected) > 0.01
 
 
 @pytest.mark.thinned(11)
@@ -332,12 +332,12 @@ def test_layers_that_are_checkpointed_too_give_the_same(model_type: str, form: s
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_5_text"])
 @pytest.mark.parametrize("form", WORDS)
 def test_autocast_to_bfloat16_is_as_exact_in_chunks_as_in_whole_rows(model_type: str, form: str) -> None:
-    model, given = stateful(tiny_model(model_type)).train(), batch(form)
-    exact = slopes(model(**given, num_items_in_batch=ITEMS).loss, model)
+    model, inputs = stateful(tiny_model(model_type)).train(), batch(form)
+    exact = slopes(model(**inputs, num_items_in_batch=ITEMS).loss, model)
     errors = []
     for chunk in (T, 7):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = in_chunks(model, given, chunk).loss
+            loss = in_chunks(model, inputs, chunk).loss
         found = slopes(loss, model)
         pairs = zip(found, exact, strict=True)
         errors.append(float(torch.stack([(one - other).norm() for one, other in pairs]).norm()))
@@ -349,11 +349,11 @@ def test_autocast_to_bfloat16_is_as_exact_in_chunks_as_in_whole_rows(model_type:
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_rows_of_one_token_and_one_row_alone(model_type: str) -> None:
-    model, given = both(model_type)[0], batch("whole")
-    one = {name: value[:1] for name, value in given.items()}
+    model, inputs = both(model_type)[0], batch("whole")
+    one = {name: value[:1] for name, value in inputs.items()}
     expected = slopes(model(**one, num_items_in_batch=ITEMS).loss, model)
     assert relative_error(slopes(in_chunks(model, one, 4).loss, model), expected) < TOLERANCE
-    token = {name: value[:, :1] for name, value in given.items()}
+    token = {name: value[:, :1] for name, value in inputs.items()}
     output = in_chunks(model, token, 4)
     assert all(not slope.any() for slope in slopes(output.loss, model))
     whole = model(token["input_ids"], output_final_state=True).final_state

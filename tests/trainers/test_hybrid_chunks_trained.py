@@ -46,9 +46,9 @@ def run(folder: Path, model: Any, method: str = "zero state", trainer: Any = Non
     chosen = toys.METHODS[method]
     usual = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "save_strategy": "no", "max_steps": 2}
     usual["train_sampling_strategy"] = "random"
-    given = toys.QUIET | PLAIN | usual | {"learning_rate": 0.05, "logging_steps": 1} | chosen.settings | settings
-    scored = given.pop("eval_dataset", None)
-    args, rows = chosen.config(str(folder), **given), toys.examples(14)
+    fields = toys.QUIET | PLAIN | usual | {"learning_rate": 0.05, "logging_steps": 1} | chosen.settings | settings
+    scored = fields.pop("eval_dataset", None)
+    args, rows = chosen.config(str(folder), **fields), toys.examples(14)
     made = (trainer or chosen.trainer)(model, args, train_dataset=rows, eval_dataset=scored)
     made.train()
     return made
@@ -104,8 +104,8 @@ def test_windows_are_those_of_a_loop_that_detaches_states_and_keys(
     tmp_path: Path, model_type: str, window: int
 ) -> None:
     rows, model, expected = toys.examples(6), hybrid(model_type), hybrid(model_type)
-    given = {"per_device_train_batch_size": 3, "save_strategy": "no", "num_train_epochs": 1} | toys.QUIET | PLAIN
-    args = TbttConfig(str(tmp_path), bptt_chunk_length=4, bptt_window=window, **given)
+    fields = {"per_device_train_batch_size": 3, "save_strategy": "no", "num_train_epochs": 1} | toys.QUIET | PLAIN
+    args = TbttConfig(str(tmp_path), bptt_chunk_length=4, bptt_window=window, **fields)
     TbttTrainer(model, args, train_dataset=rows).train()
     wanted = loop(expected, rows, 3, 4 * window)
     assert relative_error([*toys.weights(model).values()], [*wanted.values()]) < 1e-9
@@ -133,9 +133,9 @@ def test_windows_are_those_of_the_stock_model_that_detaches_what_came_before(
     """In LFM2, whose states are columns that its layers get; without windows, rows are read at once."""
     rows, model = toys.examples(5), hybrid(model_type)
     stock = tiny_model(model_type, dtype=torch.float64).train()
-    given = {"per_device_train_batch_size": 5, "save_strategy": "no", "max_steps": 1} | toys.QUIET | PLAIN
+    fields = {"per_device_train_batch_size": 5, "save_strategy": "no", "max_steps": 1} | toys.QUIET | PLAIN
     trainer: Any = ZeroStateTrainer if window is None else TbttTrainer
-    args = trainer.config_class(str(tmp_path), bptt_chunk_length=4, bptt_window=window, **given)
+    args = trainer.config_class(str(tmp_path), bptt_chunk_length=4, bptt_window=window, **fields)
     trainer(model, args, train_dataset=rows).train()
     losses, count = [], 0
     with InFloat64():
@@ -173,10 +173,10 @@ def test_adapters_train_on_chunks_as_on_rows(tmp_path: Path, window: int | None)
 def test_activation_checkpointing_and_a_cache_in_the_config_change_nothing(tmp_path: Path, window: int | None) -> None:
     name = "activation_checkpointing" if SINCE_5_23 else "gradient_checkpointing"
     found = []
-    for asked in (False, True):
+    for enabled in (False, True):
         model = stateful(tiny_model("falcon_h1", dtype=torch.float64))
-        model.config.use_cache = asked
-        run(tmp_path, model, bptt_chunk_length=4, bptt_window=window, **{name: asked})
+        model.config.use_cache = enabled
+        run(tmp_path, model, bptt_chunk_length=4, bptt_window=window, **{name: enabled})
         found.append([*toys.weights(model).values()])
     assert relative_error(*found) < ROUNDED
 
@@ -192,7 +192,7 @@ def test_the_loss_of_an_evaluation_is_that_of_the_stock_model(tmp_path: Path) ->
     trainer = ZeroStateTrainer(model, args, train_dataset=rows)
     at_once: list[int] = []
     model.model.register_forward_pre_hook(
-        lambda _, __, given: at_once.append(given["input_ids"].shape[1]), with_kwargs=True
+        lambda _, __, inputs: at_once.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
     measured = trainer.evaluate(rows)["eval_loss"]
     assert 0 < max(at_once) <= 4
@@ -200,6 +200,7 @@ def test_the_loss_of_an_evaluation_is_that_of_the_stock_model(tmp_path: Path) ->
     with InFloat64(), torch.no_grad():
         for row in rows:
             size = int(row["attention_mask"].sum())
-            logits, asked = stock(row["input_ids"][None, :size], use_cache=False).logits[0, :-1], row["labels"][1:size]
-            losses.append(cross_entropy(logits, asked, reduction="none")[asked != -100])
+            logits = stock(row["input_ids"][None, :size], use_cache=False).logits[0, :-1]
+            labels = row["labels"][1:size]
+            losses.append(cross_entropy(logits, labels, reduction="none")[labels != -100])
     assert measured == pytest.approx(float(torch.cat(losses).mean()), rel=1e-6)

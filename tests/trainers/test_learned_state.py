@@ -94,18 +94,18 @@ def test_the_saved_file_is_the_state_alone_and_generates(learner: MakeLearner, t
 
     model = strong().eval()
     prompt = torch.tensor([[5, 6, 7]])
-    given = model.generate(input_ids=prompt, initial_state=state, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    ids = model.generate(input_ids=prompt, initial_state=state, max_new_tokens=6, do_sample=False, eos_token_id=None)
     expected = prompt
     with torch.no_grad():
         for _ in range(6):
             best = model(expected, initial_state=state).logits[:, -1].argmax(-1)
             expected = torch.cat([expected, best[:, None]], 1)
-    assert given.tolist() == expected.tolist()
+    assert ids.tolist() == expected.tolist()
     plain = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
-    assert given.tolist() != plain.tolist()
+    assert ids.tolist() != plain.tolist()
     model.load_learned_state(tmp_path / "saved")
     loaded = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
-    assert loaded.tolist() == given.tolist()
+    assert loaded.tolist() == ids.tolist()
 
 
 def test_with_the_model_everything_is_trained_and_saved(learner: MakeLearner, tmp_path: Path) -> None:
@@ -126,14 +126,14 @@ def test_evaluation_starts_from_the_learned_state(learner: MakeLearner) -> None:
     ids, labels = (torch.stack([item[name] for item in data]) for name in ("input_ids", "labels"))
     zero = trainer.evaluate()["eval_loss"]
     trainer.train()
-    given = trainer.evaluate()["eval_loss"]
+    learned = trainer.evaluate()["eval_loss"]
     with torch.no_grad():
         expected = trainer.model(ids, labels=labels, initial_state=rows_of(trainer.learned_state(), 8)).loss.item()
-        assert given == pytest.approx(trainer.model(ids, labels=labels).loss.item(), rel=1e-5)
+        assert learned == pytest.approx(trainer.model(ids, labels=labels).loss.item(), rel=1e-5)
         with trainer.model.learned_states.disable_adapter():
             assert zero == pytest.approx(trainer.model(ids, labels=labels).loss.item(), rel=1e-5)
-    assert given == pytest.approx(expected, rel=1e-5)
-    assert abs(given - zero) > 1e-2
+    assert learned == pytest.approx(expected, rel=1e-5)
+    assert abs(learned - zero) > 1e-2
 
 
 def test_evaluation_in_bfloat16_starts_from_the_learned_state(learner: MakeLearner, tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_what_is_saved_starts_from_the_scale_times_the_parameters(learner: MakeL
     torch.testing.assert_close(loaded.first_state(1), state, rtol=0, atol=0)
     torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits, rtol=0, atol=0)
 
-    again = learner(loaded, learning_rate=1.0)  # the scale stays, unless another is given
+    again = learner(loaded, learning_rate=1.0)  # the scale stays, unless another is set
     torch.testing.assert_close(again.learned_state(), state, rtol=0, atol=0)
     loaded.learned_states.requires_grad_(False)
     other = learner(loaded, state_scale=2.0)

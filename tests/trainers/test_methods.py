@@ -190,14 +190,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize(("method", "change", "told"), CHANGES)
+@pytest.mark.parametrize(("method", "change", "message"), CHANGES)
 def test_a_changed_setting_is_refused_at_resume(
     checkpoint: Callable[[str], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     method: str,
     change: dict[str, Any],
-    told: str,
+    message: str,
 ) -> None:
     start, change = checkpoint(method), dict(change)
     if "num_hidden_layers" in change:
@@ -212,7 +212,7 @@ def test_a_changed_setting_is_refused_at_resume(
     trainer = toys.resumable_trainer(tmp_path, method=method, **change)
     before = toys.weights(trainer.model)
     with pytest.raises(
-        ValueError, match=f"Cannot resume exactly from .*{told}.*Restore the old value, or load the weights"
+        ValueError, match=f"Cannot resume exactly from .*{message}.*Restore the old value, or load the weights"
     ):
         trainer.train(resume_from_checkpoint=start)
     toys.assert_same_weights(toys.weights(trainer.model), before)

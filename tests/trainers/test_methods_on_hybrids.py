@@ -85,10 +85,10 @@ def test_a_method_trains_and_resumes_or_says_why_it_cannot(
     tmp_path: Path, model_type: str, methods: tuple[str, ...] | int
 ) -> None:
     for number, method in enumerate(toys.METHODS):
-        told = refusal(model_type, method)
+        message = refusal(model_type, method)
         folder = tmp_path / method
-        if told is not None:
-            with pytest.raises(ValueError, match=told):
+        if message is not None:
+            with pytest.raises(ValueError, match=message):
                 make(folder, model_type, method)
         elif (number - methods) % 10 == 0 if isinstance(methods, int) else method in methods:
             trainer, resumed = make(folder, model_type, method), make(folder, model_type, method)
@@ -156,7 +156,7 @@ def test_the_types_are_those_that_are_supported() -> None:
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_layers_of_different_sizes_resume_whatever_their_names_in_the_file(tmp_path: Path, learned: bool) -> None:
-    """With a learned state, too, which the stock class that reads the file does not know either."""
+    """With a learned state, too, which the stock class that reads the file does not support either."""
     model = expand_state(copy.deepcopy(wrapped("nemotron_h")), [1], factor=2, initialization="inherit")
     settings = {"per_device_train_batch_size": 2, "learning_rate": 0.01, "save_steps": 2, "max_steps": 3}
     settings |= {"train_model": True} if learned else {}

@@ -112,7 +112,7 @@ class Tracker(TrainerCallback):
     ],
     ids=str,
 )
-def test_values_are_logged_at_the_steps_asked_for(tmp_path: Path, options: dict[str, Any], steps: list[int]) -> None:
+def test_values_are_logged_at_the_requested_steps(tmp_path: Path, options: dict[str, Any], steps: list[int]) -> None:
     trainer = toys.resumable_trainer(tmp_path, save_strategy="no", logging_steps=3)
     tracker = Tracker()
     trainer.add_callback(tracker)

@@ -53,10 +53,10 @@ def test_each_row_takes_the_source_of_the_hand_computed_key() -> None:
     counts: Counter[str] = Counter()
     for step in range(40):
         names = [chosen(shares, 7, step, 1, row) for row in range(2, 10)]
-        given = source.initial_state(BatchPlace(7, step, 1, 2, 8))
-        assert given is not None
-        assert given[0].recurrent.tolist() == [[values[name]] * 2 for name in names]
-        assert given[0].conv.tolist() == [[-values[name]] * 2 for name in names]
+        state = source.initial_state(BatchPlace(7, step, 1, 2, 8))
+        assert state is not None
+        assert state[0].recurrent.tolist() == [[values[name]] * 2 for name in names]
+        assert state[0].conv.tolist() == [[-values[name]] * 2 for name in names]
         counts.update(names)
     for name, share in shares.items():  # three standard deviations
         assert abs(counts[name] / 320 - share) < 3 * (share * (1 - share) / 320) ** 0.5
@@ -130,7 +130,7 @@ def test_rows_of_a_training_run_start_where_the_mixture_says(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({}, "mixture must be a JSON object with shares of some of"),
         ({"mixture": "zero: 1"}, "mixture must be a JSON object"),
@@ -156,8 +156,8 @@ def test_rows_of_a_training_run_start_where_the_mixture_says(tmp_path: Path) -> 
         ),
     ],
 )
-def test_mixtures_that_make_no_sense_are_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_mixtures_that_make_no_sense_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         MixedStatesConfig(str(tmp_path), **fields)
 
 

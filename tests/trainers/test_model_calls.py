@@ -53,7 +53,7 @@ def test_a_loss_that_goes_past_the_method_stops_before_the_first_update(
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(
-    ("base", "alpha", "told"),
+    ("base", "alpha", "message"),
     [
         (type("NoState", (Dropping,), {"dropped": "initial_state"}), 0.0, "step 1: the model got no initial_state"),
         (type("NoFinal", (Dropping,), {"dropped": "output_final_state"}), 0.0, None),  # the model's default is True
@@ -62,8 +62,8 @@ def test_a_loss_that_goes_past_the_method_stops_before_the_first_update(
     ],
     ids=["initial state", "final state", "both", "alignment"],
 )
-def test_a_loss_beneath_that_loses_what_it_was_given_stops_the_run(
-    tmp_path: Path, base: Any, alpha: float, told: str | None
+def test_a_loss_beneath_that_loses_its_arguments_stops_the_run(
+    tmp_path: Path, base: Any, alpha: float, message: str | None
 ) -> None:
     class Losing(StatePassingTrainer, base):  # type: ignore[misc]
         pass
@@ -71,10 +71,10 @@ def test_a_loss_beneath_that_loses_what_it_was_given_stops_the_run(
     settings = toys.QUIET | {"save_strategy": "no", "max_steps": 3, "alignment_alpha": alpha}
     args = Losing.config_class(str(tmp_path), **settings, state_drop_probability=0.0)
     trainer = Losing(toys.tiny_model(), args, train_dataset=toys.sequences(32))
-    if told is None:
+    if message is None:
         trainer.train()
         return
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         trainer.train()
 
 

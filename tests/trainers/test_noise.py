@@ -38,7 +38,7 @@ def zeros(*shape: int) -> Callable[[int], RecurrentState]:
 
 
 def final(*rows: list[list[float]]) -> RecurrentState:
-    """Two layers (B, H, 1, N) of the given heads; the second is ten times the first."""
+    """Two layers (B, H, 1, N) of these heads; the second is ten times the first."""
     recurrent = torch.tensor(rows)[:, :, None]
     conv = torch.full((len(rows), 3, 2), 77.0)
     return LayerState(recurrent, torch.zeros(len(rows), 0)), LayerState(10 * recurrent, conv)
@@ -84,8 +84,8 @@ def test_layers_without_a_recurrent_part_have_neither_statistics_nor_noise() -> 
     plain = FittedNoise(zeros(2, 1, 2))
     source = FittedNoise(lambda rows: beside_nothing(zeros(2, 1, 2)(rows)))
     for step, rows in enumerate((FIRST, SECOND)):
-        for each, given in ((plain, final(*rows)), (source, beside_nothing(final(*rows)))):
-            each.observe(place(step), given)
+        for each, state in ((plain, final(*rows)), (source, beside_nothing(final(*rows)))):
+            each.observe(place(step), state)
             each.end_step()
     assert plain.statistics is not None
     assert source.statistics is not None
@@ -126,7 +126,7 @@ def test_a_small_spread_around_a_large_mean_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "fitted"])
-def test_noise_has_the_moments_it_was_given(kind: str) -> None:
+def test_noise_has_the_moments_of_its_settings(kind: str) -> None:
     heads, elements = 2, 60 * 50
     zero = zeros(heads, 60, 50)
     if kind == "random":
@@ -174,9 +174,9 @@ def test_noise_has_the_dtype_of_the_states() -> None:
     source = FittedNoise(double)
     source.observe(place(), final(*FIRST)[:1])
     source.end_step()
-    for given in (source.initial_state(place(1)), RandomNoise(1.0, double).initial_state(place())):
-        assert given is not None
-        assert given[0].recurrent.dtype == torch.float64
+    for state in (source.initial_state(place(1)), RandomNoise(1.0, double).initial_state(place())):
+        assert state is not None
+        assert state[0].recurrent.dtype == torch.float64
 
 
 # --- in training ---

@@ -82,17 +82,17 @@ def test_a_collator_that_drops_where_sequences_begin_is_refused(tmp_path: Path) 
         tbtt(tmp_path, data_collator=own).train()
 
 
-@pytest.mark.parametrize(("constructed", "asked"), [(0.0, 1.0), (1.0, 0.0)])
-def test_settings_may_change_before_a_run(tmp_path: Path, constructed: float, asked: float) -> None:
+@pytest.mark.parametrize(("constructed", "changed"), [(0.0, 1.0), (1.0, 0.0)])
+def test_settings_may_change_before_a_run(tmp_path: Path, constructed: float, changed: float) -> None:
     settings: dict[str, Any] = toys.QUIET | {"max_steps": 4, "per_device_train_batch_size": 2}
     args = StatePassingConfig(str(tmp_path), state_drop_probability=constructed, **settings)
     trainer = StatePassingTrainer(toys.SumModel(), args, train_dataset=toys.sequences(8))
-    trainer.args.state_drop_probability = asked
+    trainer.args.state_drop_probability = changed
     trainer.train()
-    assert any(any(start) for _, _, start, _ in trainer.model.seen) == (asked == 0)
+    assert any(any(start) for _, _, start, _ in trainer.model.seen) == (changed == 0)
 
 
-def test_data_may_be_given_before_a_run(tmp_path: Path) -> None:
+def test_data_may_be_set_before_a_run(tmp_path: Path) -> None:
     chunks = toys.chunks(6, length=3, chunks_before_reset=None)
     seen = []
     for first, then in ((chunks, chunks), (None, chunks), (toys.sequences(6), chunks)):

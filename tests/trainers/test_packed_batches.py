@@ -209,7 +209,7 @@ def test_from_zero_rows_stay_packed(tmp_path: Path) -> None:
     ],
     ids=["ours", "stock mamba"],
 )
-def test_columns_that_tell_sequences_apart_are_kept(tmp_path: Path, column: str, make: Callable[[], Any]) -> None:
+def test_columns_that_separate_sequences_are_kept(tmp_path: Path, column: str, make: Callable[[], Any]) -> None:
     """Trainer drops the columns that `forward` does not name, and each row would be one sequence."""
     ids = torch.randint(3, 17, (8, 10), generator=torch.Generator().manual_seed(0))
     says = {"seq_idx": [0] * 4 + [1] * 6, "position_ids": [*range(4), *range(6)]}[column]

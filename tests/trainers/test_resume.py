@@ -49,9 +49,9 @@ def outcome(trainer: StatePassingTrainer) -> Outcome:
     return Outcome(toys.weights(trainer.model), moments, trainer.initial_states.state_dict(), values)
 
 
-def assert_same(given: Outcome, expected: Outcome) -> None:
-    torch.testing.assert_close(given[:3], expected[:3], rtol=0, atol=0)
-    assert given.log == expected.log
+def assert_same(actual: Outcome, expected: Outcome) -> None:
+    torch.testing.assert_close(actual[:3], expected[:3], rtol=0, atol=0)
+    assert actual.log == expected.log
 
 
 @pytest.fixture(scope="module")
@@ -215,10 +215,10 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
         assert ended.value.code == 143  # 128 + 15, as a shell says it
     assert trainer.state.global_step == step + 1
     assert [folder.name for folder in tmp_path.iterdir()] == [f"checkpoint-{step + 1}"]
-    told = capsys.readouterr().out
-    assert "finishing this step and writing a checkpoint. Interrupt again to stop at once." in told
-    assert f"Interrupted after step {step + 1}." in told
-    assert f"{tmp_path / f'checkpoint-{step + 1}'}: train(resume_from_checkpoint=True) continues from it" in told
+    printed = capsys.readouterr().out
+    assert "finishing this step and writing a checkpoint. Interrupt again to stop at once." in printed
+    assert f"Interrupted after step {step + 1}." in printed
+    assert f"{tmp_path / f'checkpoint-{step + 1}'}: train(resume_from_checkpoint=True) continues from it" in printed
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert_same(resume(tmp_path, save_strategy="no"), whole_run[1])
@@ -293,11 +293,11 @@ def test_settings_that_would_leave_nothing_to_resume_from_give_way(tmp_path: Pat
     trainer.eval_dataset = toys.sequences(2)
     for name, value in ({"eval_strategy": "steps", "eval_steps": 1} | changes).items():
         setattr(trainer.args, name, value)
-    asked = trainer.args.save_strategy, trainer.args.save_total_limit
+    configured = trainer.args.save_strategy, trainer.args.save_total_limit
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert newest_complete_checkpoint(tmp_path) == tmp_path / f"checkpoint-{trainer.state.global_step}"
-    assert (trainer.args.save_strategy, trainer.args.save_total_limit) == asked
+    assert (trainer.args.save_strategy, trainer.args.save_total_limit) == configured
 
 
 @pytest.mark.parametrize(

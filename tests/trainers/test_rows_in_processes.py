@@ -32,7 +32,7 @@ TRAINED: list[tuple[Any, ...]] = [
     ("in_chunks", None),
     ("in_chunks", 2),
     ("one_in_each",),
-    ("asked_first",),
+    ("labels_first",),
 ]
 KINDS = ["torch", "torch, each reads", "torch, workers", "1 shard", "4 shards, each reads", "4 shards, workers"]
 KINDS += ["shared", "list", "list, shared", "objects", "list, objects", "flattened"]

@@ -238,9 +238,9 @@ def place(step: int = 0, micro_batch: int = 0, rows: int = 2, first_row: int = 0
 
 
 def starts(source: PassedStates, at: BatchPlace) -> list[float]:
-    given = source.initial_state(at)
-    assert given is not None
-    return given[0].recurrent[:, 0].tolist()
+    first_state = source.initial_state(at)
+    assert first_state is not None
+    return first_state[0].recurrent[:, 0].tolist()
 
 
 def test_a_smaller_batch_uses_and_replaces_its_first_rows_only() -> None:
@@ -273,7 +273,7 @@ def test_carried_states_take_no_memory_but_their_own() -> None:
     assert not layer.recurrent.requires_grad
     assert layer.recurrent.data_ptr() == whole.data_ptr()
     assert layer.conv.untyped_storage().nbytes() == 2 * 4 * 4
-    given = source.initial_state(place(1))
-    assert given is not None
-    given[0].recurrent.fill_(8.0)
+    first_state = source.initial_state(place(1))
+    assert first_state is not None
+    first_state[0].recurrent.fill_(8.0)
     assert starts(source, place(1)) == [2.0, 2.0]

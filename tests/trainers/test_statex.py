@@ -21,7 +21,7 @@ def make(folder: Path, model: Any = None, **fields: Any) -> StateXTrainer:
     )
 
 
-def test_the_model_given_stays_and_the_expanded_one_is_trained(tmp_path: Path) -> None:
+def test_the_model_stays_and_the_expanded_one_is_trained(tmp_path: Path) -> None:
     model = toys.tiny_model()
     before = toys.weights(model)
     trainer = make(tmp_path, model, expand_layers=[1], expand_factor=3.0, seed=5)

@@ -228,7 +228,7 @@ BY_DOCUMENT = {"reset_at_document": True, "separator_id": SEPARATOR, "lookahead"
 
 
 @pytest.mark.parametrize(
-    ("data", "fields", "told"),
+    ("data", "fields", "message"),
     [
         (toys.sequences(4), {}, r"TbttTrainer needs sequences that continue .*ContinuedChunks.*got list"),
         (toys.chunks(8), {"train_sampling_strategy": "sequential"}, "would separate sequences that continue"),
@@ -240,7 +240,7 @@ BY_DOCUMENT = {"reset_at_document": True, "separator_id": SEPARATOR, "lookahead"
     ids=["rows", "order", "length", "no lookahead", "lookahead", "resets"],
 )
 def test_data_and_settings_that_part_rows_are_refused(
-    tbtt: Callable[..., TbttTrainer], data: Any, fields: dict[str, Any], told: str
+    tbtt: Callable[..., TbttTrainer], data: Any, fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         tbtt(toys.tiny_model(), data, **fields)

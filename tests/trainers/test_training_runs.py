@@ -51,9 +51,9 @@ def test_the_lineage_goes_from_model_to_model(tmp_path: Path) -> None:
     assert step.training.methods == (StatePassingTrainer.about,)
     assert step.training.data == DataSource("PackedBlocks of 20 sequences")
     assert (step.training.steps, step.training.tokens) == (3, 3 * 2 * 9)
-    told = last_training(lineage)
-    assert told is not None
-    assert (told.methods, told.state_drop_probability, told.learning_rate) == (("state passing",), 0.1, 5e-05)
+    record = last_training(lineage)
+    assert record is not None
+    assert (record.methods, record.state_drop_probability, record.learning_rate) == (("state passing",), 0.1, 5e-05)
 
     further = StatefulMamba2ForCausalLM.from_pretrained(tmp_path / "intervention")
     noise = RandomNoiseConfig(str(tmp_path / "noise"), noise_sigma=0.1, save_strategy="no", **QUICK)
@@ -72,7 +72,7 @@ def test_the_lineage_goes_from_model_to_model(tmp_path: Path) -> None:
     assert longer.steps[1].training.data.name == "numbers in order"
 
 
-def test_a_model_may_be_given_by_its_folder(tmp_path: Path) -> None:
+def test_a_model_may_be_named_by_its_folder(tmp_path: Path) -> None:
     Mamba2ForCausalLM(Mamba2Config(vocab_size=20, expand=2, **SIZES)).save_pretrained(tmp_path / "stock")
     folder, weights = str(tmp_path / "stock"), []
     for model in (folder, load_model(folder)):
@@ -95,8 +95,8 @@ def trained_and_recorded(base: Path, folder: Path, own: Any = None, **changes: A
     model().save_pretrained(base)
     start = StatefulMamba2ForCausalLM.from_pretrained(base)
     arguments = StatePassingConfig(str(folder), **QUICK | changes)
-    given = {} if own is None else {"optimizers": own(start.parameters())}
-    trainer = StatePassingTrainer(start, arguments, train_dataset=blocks(), eval_dataset=blocks(), **given)
+    options = {} if own is None else {"optimizers": own(start.parameters())}
+    trainer = StatePassingTrainer(start, arguments, train_dataset=blocks(), eval_dataset=blocks(), **options)
     trainer.train()
     trainer.save_model()
     lineage = read_lineage(folder)

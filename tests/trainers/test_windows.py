@@ -51,8 +51,8 @@ def read(model: Any, example: dict[str, Tensor], window: int | None) -> tuple[li
         before = {} if keys is None else {"attention_cache": keys}
         output = model(input_ids=ids[part][None], initial_state=state, output_final_state=True, **before)
         state, keys = detach_state(output.final_state), None if keys is None else keys.detached()
-        asked = targets[part]
-        losses.append(cross_entropy(output.logits[0, : len(asked)], asked, reduction="sum", ignore_index=-100))
+        labels = targets[part]
+        losses.append(cross_entropy(output.logits[0, : len(labels)], labels, reduction="sum", ignore_index=-100))
     return losses, int((targets != -100).sum())
 
 
@@ -114,16 +114,16 @@ def test_windows_without_targets_are_read_without_gradient_and_logits(tmp_path: 
     model = tiny_model()
     calls: list[tuple[int, bool, int]] = []
 
-    def look(module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
+    def look(module: Any, args: Any, inputs: dict[str, Any], output: Any) -> None:
         logits = 0 if output.logits is None else output.logits.shape[1]  # none where there is a loss
-        calls.append((given["input_ids"].shape[1], torch.is_grad_enabled(), logits))
+        calls.append((inputs["input_ids"].shape[1], torch.is_grad_enabled(), logits))
 
     model.register_forward_hook(look, with_kwargs=True)
     trained(tmp_path, model, rows, bptt_chunk_length=5)
     assert calls == [(3, False, 1), *[(5, False, 1)] * 3, (5, True, 0)] * 2
 
 
-def test_a_step_without_targets_is_told_once_and_changes_no_weight_also_with_momentum_and_decay(
+def test_a_step_without_targets_is_reported_once_and_changes_no_weight_also_with_momentum_and_decay(
     tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
@@ -167,23 +167,23 @@ def test_first_windows_start_from_passed_states_and_later_ones_from_the_row(tmp_
     data, states = sequences(2), []
     trainer = StatePassingTrainer(model, args, train_dataset=[data[0], data[0]])
     model.register_forward_hook(
-        lambda _, __, given, output: states.append((given["initial_state"], output.final_state)), with_kwargs=True
+        lambda _, __, inputs, output: states.append((inputs["initial_state"], output.final_state)), with_kwargs=True
     )
     trainer.train()
     assert len(states) == 6
     assert states[0][0] is None
-    for index, (given, _) in enumerate(states[1:], 1):
-        dropped = index == 3 and torch.equal(given[0].recurrent, torch.zeros_like(given[0].recurrent))
-        assert dropped or torch.equal(given[0].recurrent, states[index - 1][1][0].recurrent)
+    for index, (initial, _) in enumerate(states[1:], 1):
+        dropped = index == 3 and torch.equal(initial[0].recurrent, torch.zeros_like(initial[0].recurrent))
+        assert dropped or torch.equal(initial[0].recurrent, states[index - 1][1][0].recurrent)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_packed_rows_are_read_from_the_end_of_each(tmp_path: Any, accumulation: int) -> None:
     rows = examples(6)
-    given = [{name: row[name][: row["attention_mask"].sum()] for name in ("input_ids", "labels")} for row in rows]
+    unpadded = [{name: row[name][: row["attention_mask"].sum()] for name in ("input_ids", "labels")} for row in rows]
     found, expected = tiny_model().double(), tiny_model().double()
     settings: dict[str, Any] = {"bptt_chunk_length": 4, "gradient_accumulation_steps": accumulation}
-    trained(tmp_path, found, given, collator=DataCollatorWithFlattening(), **settings)
+    trained(tmp_path, found, unpadded, collator=DataCollatorWithFlattening(), **settings)
     assert_same_weights(weights(found), loop(expected, rows, 3 * accumulation, 4), atol=1e-6)
 
 
@@ -199,15 +199,15 @@ def test_batches_without_padding_count_among_idle_tokens(tmp_path: Any) -> None:
 @pytest.mark.parametrize("tokenizer", [None, byte_tokenizer()])
 def test_rows_of_several_lengths_need_no_collator(tmp_path: Any, tokenizer: Any) -> None:
     rows = examples(6)
-    given = [{name: row[name][: row["attention_mask"].sum()] for name in ("input_ids", "labels")} for row in rows]
+    unpadded = [{name: row[name][: row["attention_mask"].sum()] for name in ("input_ids", "labels")} for row in rows]
     found = []
     for collator in (None, PaddingCollator()):
         model = tiny_model().double()
         args = TbttConfig(str(tmp_path), bptt_chunk_length=4, max_steps=2, save_strategy="no", **QUIET, **PLAIN)
         args.per_device_train_batch_size = 3
-        trainer = TbttTrainer(model, args, train_dataset=given, data_collator=collator, processing_class=tokenizer)
+        trainer = TbttTrainer(model, args, train_dataset=unpadded, data_collator=collator, processing_class=tokenizer)
         trainer.train()
-        found.append((weights(model), trainer.evaluate(given)["eval_loss"]))
+        found.append((weights(model), trainer.evaluate(unpadded)["eval_loss"]))
     assert_same_weights(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
 
@@ -230,13 +230,13 @@ class LogitsToo(TbttTrainer):
     [(TbttTrainer, None, 4), (TbttTrainer, lambda _: {}, 23), (LogitsToo, None, 23)],
     ids=["loss alone", "metrics", "a loss of the user"],
 )
-def test_evaluation_reads_no_more_at_once_than_training_where_the_loss_is_all_that_is_asked(
+def test_evaluation_reads_no_more_at_once_than_training_where_only_the_loss_is_requested(
     tmp_path: Any, trainer_class: Any, metrics: Any, longest: int
 ) -> None:
     model, rows = tiny_model().double().eval(), examples(6)
     args = TbttConfig(str(tmp_path), bptt_chunk_length=4, per_device_eval_batch_size=6, **QUIET)
-    given = {"train_dataset": rows, "eval_dataset": rows, "compute_metrics": metrics}
-    trainer = trainer_class(model, args, data_collator=PaddingCollator(), **given)
+    options = {"train_dataset": rows, "eval_dataset": rows, "compute_metrics": metrics}
+    trainer = trainer_class(model, args, data_collator=PaddingCollator(), **options)
     read_at_once = []
     model.backbone.register_forward_pre_hook(lambda _, inputs: read_at_once.append(inputs[0].shape[1]))
     measured = trainer.evaluate()["eval_loss"]
@@ -289,8 +289,8 @@ def test_what_windows_carry_ends_where_a_sequence_begins(tmp_path: Any, chunk: i
                 state = None if state is None or start in begins else state
                 state = detach_state(state) if state is not None and start in borders else state
                 output = expected(row["input_ids"][None, start:stop], initial_state=state, output_final_state=True)
-                state, asked = output.final_state, row["shift_labels"][start:stop]
-                loss = cross_entropy(output.logits[0], asked, reduction="sum", ignore_index=-100) / count
+                state, targets = output.final_state, row["shift_labels"][start:stop]
+                loss = cross_entropy(output.logits[0], targets, reduction="sum", ignore_index=-100) / count
                 loss.backward(retain_graph=True)
         with torch.no_grad():
             for parameter in expected.parameters():
@@ -338,13 +338,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_windows_cannot_do_is_refused(tmp_path: Any, name: str) -> None:
-    kind, settings, given, message = REFUSED[name]
+    kind, settings, changes, message = REFUSED[name]
     args = kind.config_class(str(tmp_path), save_strategy="no", max_steps=1, **QUIET, **settings)
     with pytest.raises(ValueError, match=message):
-        kind(**{"model": tiny_model(), "args": args, "train_dataset": examples(8)} | given).train()
+        kind(**{"model": tiny_model(), "args": args, "train_dataset": examples(8)} | changes).train()
 
 
-def test_a_loss_in_windows_is_asked_for_by_training(tmp_path: Any) -> None:
+def test_training_requests_a_loss_in_windows(tmp_path: Any) -> None:
     trainer = ZeroStateTrainer(tiny_model(), InitialStateConfig(str(tmp_path), **QUIET, **IN_WINDOWS))
     with pytest.raises(ValueError, match="call train"):
         trainer.compute_loss(trainer.model.train(), {"input_ids": ONES})

@@ -148,9 +148,9 @@ def examples(count: int, length: int = 23) -> list[dict[str, Tensor]]:
         size = int(torch.randint(1, length + 1, (), generator=generator))
         ids = torch.randint(3, VOCABULARY, (length,), generator=generator)
         places = torch.arange(length)
-        asked = (places >= size - 2) if number % 3 else torch.rand(length, generator=generator) < 0.3
+        labelled = (places >= size - 2) if number % 3 else torch.rand(length, generator=generator) < 0.3
         mask = (places < size).long()
-        labels = ids.masked_fill((mask == 0) | ~asked | (places == 0), -100)
+        labels = ids.masked_fill((mask == 0) | ~labelled | (places == 0), -100)
         items.append({"input_ids": ids * mask, "attention_mask": mask, "labels": labels})
     return items
 
@@ -181,9 +181,9 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def assert_same_weights(given: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 0.0) -> None:
-    """Compare parameters, bit for bit unless a tolerance is given."""
-    torch.testing.assert_close(given, expected, rtol=0, atol=atol)
+def assert_same_weights(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 0.0) -> None:
+    """Compare parameters, bit for bit unless there is a tolerance."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
 
 class OnStep(TrainerCallback):

@@ -149,7 +149,7 @@ def test_a_checkpoint_without_tokenizer_or_training_length(
     assert run_python(text)["tokens"].shape[1] > 3
 
 
-def test_without_a_lineage_the_config_tells_what_it_can(work: Work, tmp_path: Path) -> None:
+def test_without_a_lineage_the_config_is_the_source(work: Work, tmp_path: Path) -> None:
     folder = work.copy("intervention", tmp_path / "intervention")
     (folder / "lineage.json").unlink()
     text = str(build_card(folder))

@@ -14,7 +14,7 @@ from tests.checkpoints.cards.reading import WORDS, written_into
 
 
 @pytest.mark.slow
-def test_a_readme_of_a_person_is_replaced_only_if_asked(work: Work, tmp_path: Path) -> None:
+def test_a_readme_of_a_person_is_replaced_only_on_request(work: Work, tmp_path: Path) -> None:
     folder = work.copy("intervention", tmp_path / "intervention")
     readme = folder / "README.md"
     readme.write_text("---\ntags:\n- sft\n---\nmine")

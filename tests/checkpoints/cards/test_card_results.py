@@ -85,7 +85,7 @@ def test_of_several_windows_the_base_with_that_of_the_checkpoint_is_compared() -
     assert "base model" not in verdict([windowed, base], [], None)
 
 
-def test_a_known_failure_is_told(work: Work, tmp_path: Path) -> None:
+def test_a_known_failure_is_reported(work: Work, tmp_path: Path) -> None:
     def fail(evaluation: dict[str, Any]) -> None:
         evaluation["harm"]["last"] = {"mean": 1.0, "low": 0.9, "high": 1.1}
         evaluation["harm"]["harmful_from"] = 16

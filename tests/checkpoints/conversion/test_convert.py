@@ -53,7 +53,7 @@ def test_config_and_code_are_what_save_pretrained_writes(source: Path, tmp_path:
     assert read_config(tmp_path / "ours") == read_config(tmp_path / "saved")
 
 
-def test_the_lineage_tells_source_licence_digests_and_command(source: Path, tmp_path: Path) -> None:
+def test_the_lineage_reports_source_licence_digests_and_command(source: Path, tmp_path: Path) -> None:
     (source / "README.md").write_text(CARD)
     convert_checkpoint(str(source), tmp_path / "ours", command="lengthgen convert theirs --output ours")
     lineage: Any = read_lineage(tmp_path / "ours")
@@ -64,7 +64,7 @@ def test_the_lineage_tells_source_licence_digests_and_command(source: Path, tmp_
     assert (step.kind, step.command) == ("convert", "lengthgen convert theirs --output ours")
 
 
-def test_a_snapshot_of_the_hub_tells_its_name_commit_and_training_length(source: Path, tmp_path: Path) -> None:
+def test_a_snapshot_of_the_hub_reports_its_name_commit_and_training_length(source: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--state-spaces--mamba2-130m" / "snapshots" / COMMIT
     shutil.copytree(source, snapshot)
     convert_checkpoint(str(snapshot), tmp_path / "ours")

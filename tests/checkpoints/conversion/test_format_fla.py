@@ -94,7 +94,7 @@ def test_the_way_back_changes_no_bit_and_no_setting(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
-def test_mamba_of_fla_is_told_from_that_of_transformers(name: str) -> None:
+def test_mamba_of_fla_is_distinguished_from_that_of_transformers(name: str) -> None:
     settings = PreTrainedConfig.get_config_dict(FIXTURES / name)[0]
     assert detect(settings, {}, "").name == "fla"
     stock = {"model_type": name, "layer_norm_epsilon": 1e-5, "time_step_rank": 3, "hidden_size": 16}

@@ -1,4 +1,4 @@
-"""Checkpoints in the layouts of RWKV's authors: what names and shapes tell, what they compute, and what comes back."""
+"""Checkpoints in the layouts of RWKV's authors: what names and shapes say, what they compute, and what comes back."""
 
 import json
 from collections.abc import Callable
@@ -120,7 +120,7 @@ def test_rwkv7_has_one_epsilon_for_heads_of_every_size(norm_first: bool, tmp_pat
 
 
 @both_generations
-def test_settings_that_a_file_lacks_can_be_given(shapes: Callable[[Sizes], dict[str, Any]], tmp_path: Path) -> None:
+def test_settings_that_a_file_lacks_can_be_set(shapes: Callable[[Sizes], dict[str, Any]], tmp_path: Path) -> None:
     weights, five = draw(shapes(SMALL)), shapes is rwkv5_shapes
     overrides = {"head_size_divisor": 1} if five else {"group_norm_eps": 1e-5}
     theirs = write_pth(weights, tmp_path / "theirs.pth")
@@ -201,7 +201,7 @@ def test_the_layouts_of_the_authors_lead_to_each_other(generation: int, tmp_path
     assert_computes(tmp_path / "again", weights)
 
 
-def test_rwkv6_of_fla_is_told_from_that_of_the_authors() -> None:
+def test_rwkv6_of_fla_is_distinguished_from_that_of_the_authors() -> None:
     fla = {"model_type": "rwkv6", "norm_eps": 1e-5, "expand_k": 1, "proj_low_rank_dim": 32}
     theirs = {"model_type": "rwkv6", "head_size": 64, "layer_norm_epsilon": 1e-5}
     assert detect(fla, {}, "").name == "fla"
@@ -221,7 +221,7 @@ OFFICIAL_SIZES = {
 
 
 @pytest.mark.parametrize(("shapes", "sizes", "parameters"), OFFICIAL_SIZES.values(), ids=OFFICIAL_SIZES)
-def test_official_sizes_are_told_from_shapes(
+def test_official_sizes_are_determined_from_shapes(
     shapes: Callable[[Sizes], dict[str, Any]], sizes: Sizes, parameters: int
 ) -> None:
     theirs = Shapes(shapes(sizes))

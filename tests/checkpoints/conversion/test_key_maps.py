@@ -59,7 +59,7 @@ def test_values_go_there_and_back() -> None:
         assert torch.equal(entry.read(), THEIRS[entry.name])
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_that_is_wrong_is_reported_at_once() -> None:
     theirs = {name: value for name, value in THEIRS.items() if name not in ("blocks.1.r", "out.weight")}
     theirs |= {
         "blocks.0.w": torch.ones(4, 2),
@@ -69,11 +69,11 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     }
     with pytest.raises(ValueError, match="weights in it do not fit") as caught:
         to_ours(expand(MAP, 2), InMemory(theirs), SHAPES, "it")
-    told = str(caught.value)
-    assert "missing: blocks.1.r, out.weight;" in told
-    assert "unexpected: blocks.2.w, more;" in told
-    assert "blocks.0.w as layers.0.weight has the shape [2, 4] instead of [4, 2]" in told
-    assert "blocks.0.r, blocks.0.k have several dtypes" in told
+    message = str(caught.value)
+    assert "missing: blocks.1.r, out.weight;" in message
+    assert "unexpected: blocks.2.w, more;" in message
+    assert "blocks.0.w as layers.0.weight has the shape [2, 4] instead of [4, 2]" in message
+    assert "blocks.0.r, blocks.0.k have several dtypes" in message
 
 
 def test_our_weights_are_checked_before_an_export() -> None:
@@ -81,9 +81,9 @@ def test_our_weights_are_checked_before_an_export() -> None:
     ours |= {"layers.0.weight": torch.ones(7, 2), "lm_head": torch.ones(1)}
     with pytest.raises(ValueError, match="do not fit") as caught:
         to_theirs(expand(MAP, 2), InMemory(ours), SHAPES, "it")
-    told = str(caught.value)
-    assert "missing: head.weight; unexpected: lm_head;" in told
-    assert "layers.0.weight has the shape [7, 2] instead of [4, 2]" in told
+    message = str(caught.value)
+    assert "missing: head.weight; unexpected: lm_head;" in message
+    assert "layers.0.weight has the shape [7, 2] instead of [4, 2]" in message
 
 
 @settings(max_examples=40)

@@ -104,7 +104,7 @@ def test_our_vocabulary_is_the_padded_one_and_tied_heads_share_their_bytes(tmp_p
     assert weights["lm_head.weight"].data_ptr() == weights["backbone.embedding.weight"].data_ptr()
 
 
-def test_each_dtype_is_kept_unless_another_is_asked_for(tmp_path: Path) -> None:
+def test_each_dtype_is_kept_unless_another_is_requested(tmp_path: Path) -> None:
     for dtype in ("auto", "float16"):
         options = {} if dtype == "auto" else {"dtype": dtype}
         convert_checkpoint(str(FIXTURES / "mamba1_bfloat16"), tmp_path / dtype, **options)
@@ -117,7 +117,7 @@ def test_each_dtype_is_kept_unless_another_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])
-def test_what_upstream_does_not_know_is_exported_from_our_fields(family: str, tmp_path: Path) -> None:
+def test_what_upstream_does_not_support_is_exported_from_our_fields(family: str, tmp_path: Path) -> None:
     """A checkpoint that never was one of mamba-ssm becomes one that converts to the same."""
     write_tiny_random_model("transformers", family, tmp_path / "stock")
     convert_checkpoint(str(tmp_path / "stock"), tmp_path / "ours")

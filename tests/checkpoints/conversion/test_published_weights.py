@@ -1,4 +1,4 @@
-"""Trained weights of others, where a folder of them is given (see `published_weights.py`)."""
+"""Trained weights of others, where there is a folder of them (see `published_weights.py`)."""
 
 import sys
 from pathlib import Path

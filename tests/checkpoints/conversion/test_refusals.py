@@ -141,9 +141,9 @@ NOT_CONVERTED: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize(("source", "told"), NOT_CONVERTED.values(), ids=NOT_CONVERTED)
-def test_what_is_not_ours_is_not_converted(source: Source, told: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("source", "reason"), NOT_CONVERTED.values(), ids=NOT_CONVERTED)
+def test_what_is_not_ours_is_not_converted(source: Source, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=reason):
         convert_checkpoint(str(source(tmp_path)), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -205,9 +205,9 @@ NOT_EXPORTED: dict[str, tuple[str, Source, str]] = {
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize(("format", "source", "told"), NOT_EXPORTED.values(), ids=NOT_EXPORTED)
-def test_what_a_layout_cannot_hold_is_not_exported(format: str, source: Source, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("format", "source", "reason"), NOT_EXPORTED.values(), ids=NOT_EXPORTED)
+def test_what_a_layout_cannot_hold_is_not_exported(format: str, source: Source, reason: str, tmp_path: Path) -> None:
     folder = source(tmp_path)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reason):
         export_checkpoint(str(folder), tmp_path / "new", format)
     assert not (tmp_path / "new").exists()

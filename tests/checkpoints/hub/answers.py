@@ -54,14 +54,14 @@ def whoami(hub: "Endpoint", request: Request) -> Answer:
 
 
 def create_repository(hub: "Endpoint", request: Request) -> Answer:
-    account, asked = hub.account(request), json.loads(request.body)
+    account, body = hub.account(request), json.loads(request.body)
     if account is None:
         raise Refused(401, "Invalid username or password.")
-    owner = asked.get("organization") or account
-    name = f"{owner}/{asked['name']}"
+    owner = body.get("organization") or account
+    name = f"{owner}/{body['name']}"
     if owner != account:
         raise Refused(403, "You don't have the rights to create a model under this namespace")
-    private = asked.get("private") or asked.get("visibility") == "private"
+    private = body.get("private") or body.get("visibility") == "private"
     made = {"url": f"{hub.url}/{name}", "name": name, "id": "0" * 24}
     if name in hub.repositories:  # the client reads the address from this answer as well
         return as_json(made | {"error": "You already created this model repo"}, 409)
@@ -116,8 +116,8 @@ def preupload(hub: "Endpoint", request: Request, name: str, revision: str) -> An
 def large_file_batch(hub: "Endpoint", request: Request, name: str) -> Answer:
     hub.repository(request, name, write=True)
     objects = []
-    for asked in json.loads(request.body)["objects"]:
-        sha256, size = asked["oid"], asked["size"]
+    for item in json.loads(request.body)["objects"]:
+        sha256, size = item["oid"], item["size"]
         answer: dict[str, Any] = {"oid": sha256, "size": size}
         if sha256 not in hub.large_files:
             upload = {"href": f"{hub.url}/upload/{sha256}/{size}", "header": {}}

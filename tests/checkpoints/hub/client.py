@@ -29,7 +29,7 @@ def connect(hub: Endpoint, home: Path, monkeypatch: pytest.MonkeyPatch, token: s
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(hf_api.api, "endpoint", hub.url)
     session = repocard.get_session
-    post = lambda url, **given: session().post(url.replace("https://huggingface.co", hub.url), **given)  # noqa: E731
+    post = lambda url, **options: session().post(url.replace("https://huggingface.co", hub.url), **options)  # noqa: E731
     monkeypatch.setattr(repocard, "get_session", lambda: SimpleNamespace(post=post))  # older clients ask this address
     monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

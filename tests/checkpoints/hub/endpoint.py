@@ -2,7 +2,7 @@
 
 It answers what pushing, downloading and `from_pretrained` ask for, as the Hub does (huggingface_hub 1.x and 2.x).
 Large files are handed out under another host name, as by a delivery network. It offers no Xet storage; since
-huggingface_hub 2 the client uploads by Xet unless told not to, so its `HF_HUB_DISABLE_XET` must be set (`client.py`).
+huggingface_hub 2 the client uploads by Xet unless set not to, so its `HF_HUB_DISABLE_XET` must be set (`client.py`).
 """
 
 import re
@@ -67,7 +67,7 @@ class Endpoint(Store):
         """Queue a `Fault`; of several that match a request, the first queued happens."""
         self.faults.append(Fault(method, pattern, **fault))
 
-    def asked(self, method: str, pattern: str) -> list[Request]:
+    def requested(self, method: str, pattern: str) -> list[Request]:
         """Requests so far, by method and a pattern of their path."""
         return [made for made in self.requests if made.method == method and re.search(pattern, made.path)]
 
@@ -94,12 +94,12 @@ class Endpoint(Store):
             def _body(self) -> bytes:
                 if self.headers.get("Transfer-Encoding") != "chunked":
                     return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                pieces = []
+                chunks = []
                 while size := int(self.rfile.readline(), 16):
-                    pieces.append(self.rfile.read(size))
+                    chunks.append(self.rfile.read(size))
                     self.rfile.readline()
                 self.rfile.readline()
-                return b"".join(pieces)
+                return b"".join(chunks)
 
             def _serve(self) -> None:
                 parts = urlsplit(self.path)

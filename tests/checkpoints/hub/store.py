@@ -18,7 +18,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Blob:
-    """Content of a file; of a large one git keeps a pointer that has the SHA-256 that the client has told."""
+    """Content of a file; of a large one git keeps a pointer that has the SHA-256 that the client has sent."""
 
     content: bytes
     sha256: str | None = None

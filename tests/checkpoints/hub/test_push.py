@@ -53,8 +53,8 @@ def test_a_later_push_keeps_what_is_not_in_the_folder_or_deletes_what_is_of_a_ch
 def test_files_of_others_that_would_be_loaded_are_refused_or_deleted(hub: Endpoint, folder: Path) -> None:
     theirs = {"model-00001-of-00002.safetensors": b"other", "adapter_config.json": b"{}", "notes.md": b"theirs"}
     head = hub.put("user/name", theirs)
-    told = r"would be loaded with it \(adapter_config.json, model-00001-of-00002.safetensors\)"
-    with pytest.raises(ValueError, match=told):
+    pattern = r"would be loaded with it \(adapter_config.json, model-00001-of-00002.safetensors\)"
+    with pytest.raises(ValueError, match=pattern):
         push(folder, "user/name")
     assert hub.repositories["user/name"].branches["main"] == head
     push(folder, "user/name", overwrite=True)
@@ -90,16 +90,16 @@ def test_what_somebody_else_commits_meanwhile_is_not_overwritten(hub: Endpoint, 
     assert hub.files("user/name") == pushed_files(folder)
 
 
-def test_visibility_is_that_asked_for_or_refused(hub: Endpoint, folder: Path) -> None:
+def test_visibility_is_that_requested_or_refused(hub: Endpoint, folder: Path) -> None:
     push(folder, "user/name", private=False)
     assert not hub.repositories["user/name"].private
-    done = len(hub.asked("POST", "/commit/"))
+    done = len(hub.requested("POST", "/commit/"))
     with pytest.raises(ValueError, match="user/name is public: push with --public, or change it"):
         push(folder, "user/name")
     hub.create("user/closed")
     with pytest.raises(ValueError, match="user/closed is private: push without --public, or"):
         push(folder, "user/closed", private=False)
-    assert len(hub.asked("POST", "/commit/")) == done
+    assert len(hub.requested("POST", "/commit/")) == done
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_visibility_is_that_asked_for_or_refused(hub: Endpoint, folder: Path) ->
         ("hf_test", "other/name", "You don't have the rights to create a model under this namespace"),
     ],
 )
-def test_who_may_not_push_is_told(
+def test_who_may_not_push_is_reported(
     token: str | None, name: str, message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Endpoint() as hub:
@@ -130,7 +130,7 @@ def test_a_card_of_other_weights_is_refused(hub: Endpoint, folder: Path) -> None
     assert "card is of other weights or another config" in refusal
 
 
-def test_everything_that_is_wrong_with_a_folder_is_told_at_once(
+def test_everything_that_is_wrong_with_a_folder_is_reported_at_once(
     hub: Endpoint, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_folder_with_this_is_refused_before_the_hub_is_asked(
+def test_a_folder_with_this_is_refused_before_the_hub_is_queried(
     change: Callable[[Path], object], message: str, hub: Endpoint, folder: Path
 ) -> None:
     change(folder)

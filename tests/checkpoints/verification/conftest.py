@@ -21,7 +21,7 @@ MAMBA2: dict[str, Any] = SIZES | {"num_heads": 4, "head_dim": 16, "state_size": 
 
 @pytest.fixture(autouse=True)
 def forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the process of `lengthgen verify` from one that has imported torch, unless a test wants a new one."""
+    """Fork the process of `lengthgen verify` from one that has imported torch, unless a test requires a new one."""
 
     def run(command: list[str], cwd: str, **_: Any) -> Done:
         assert command[:2] == [sys.executable, "-P"]

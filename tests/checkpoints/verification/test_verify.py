@@ -1,4 +1,4 @@
-"""Verification of a checkpoint by itself: in a clean process, in pieces, its files."""
+"""Verification of a checkpoint by itself: in a clean process, in chunks, its files."""
 
 import json
 from pathlib import Path

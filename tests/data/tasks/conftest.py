@@ -35,8 +35,8 @@ def like_llama() -> PreTrainedTokenizerFast:
     """Puts a space before the first word of whatever is encoded."""
     metaspace = pre_tokenizers.Metaspace(prepend_scheme="first")
     marks = [pre_tokenizers.Split(mark, "isolated") for mark in ("\n", ".", "?")]
-    pieces = pre_tokenizers.Sequence([metaspace, *marks, pre_tokenizers.Digits(True)])
-    return trained(pieces, decoders.Metaspace(prepend_scheme="always"))
+    splits = pre_tokenizers.Sequence([metaspace, *marks, pre_tokenizers.Digits(True)])
+    return trained(splits, decoders.Metaspace(prepend_scheme="always"))
 
 
 TOKENIZERS = {"bytes": byte_tokenizer, "like GPT-NeoX": like_gpt_neox, "like Llama": like_llama}

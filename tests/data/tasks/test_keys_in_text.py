@@ -26,11 +26,11 @@ DOCUMENTS = [
 
 
 class Read(NamedTuple):
-    """What a prompt of bytes says: its text without facts and question, the facts, and the name asked for."""
+    """What a prompt of bytes says: its text without facts and question, the facts, and the name in the question."""
 
     text: str
     facts: list[tuple[str, str]]
-    asked: str
+    queried: str
 
 
 def text_of(ids: Tensor) -> str:
@@ -55,21 +55,21 @@ def prompts(length: Any, samples: int = 20, seed: int = 0, stream: Tensor | None
 
 
 @pytest.mark.parametrize(("keys", "values"), [(1, 1), (4, 1), (1, 3), (3, 4)])
-def test_the_answer_is_the_last_code_of_the_name_that_is_asked_for(keys: int, values: int) -> None:
+def test_the_answer_is_the_last_code_of_the_name_in_the_question(keys: int, values: int) -> None:
     samples = prompts(1000, keys=keys, values=values)
     around = 2 * text_of(stream_of(*DOCUMENTS))
     for index in range(len(samples)):
         task, item = samples.task(index), samples[index]
-        text, facts, asked = read(text_of(task.prompt))
+        text, facts, queried = read(text_of(task.prompt))
         names, codes = zip(*facts, strict=True)
         assert set(Counter(names).values()) == {values}
         assert (len(set(names)), len(set(codes))) == (keys, keys * values)
-        own = [code for name, code in facts if name == asked]
+        own = [code for name, code in facts if name == queried]
         assert text_of(task.answer) == f" {own[-1]}."
         assert text_of(task.answer[: task.scored]) == f" {own[-1]}"
         wrong = [(kind, text_of(ids).strip()) for kind, ids in task.mistakes]
         assert [code for kind, code in wrong if kind == EARLIER_VALUE] == own[:-1]
-        others = {code for name, code in facts if name != asked}
+        others = {code for name, code in facts if name != queried}
         assert {code for kind, code in wrong if kind == ANOTHER_KEY} == others
         assert len(wrong) == keys * values - 1
         whole = text_of(task.prompt)
@@ -111,7 +111,7 @@ def test_a_text_with_three_places_by_hand(depth: float, expected: list[str]) -> 
     found = set()
     for task in KeyGrid(byte_tokenizer(), stream, [depth], 150, keys=1).tasks(0, len(bare) + 16):
         prompt = text_of(task.prompt)
-        if len(read(prompt).asked) == len(name):
+        if len(read(prompt).queried) == len(name):
             found.add(re.sub(r"The code of [a-z-]+ is \d{5}\.", "F", prompt[: prompt.index("\nWhat")]))
     assert found == {*expected}
 
@@ -124,12 +124,12 @@ def test_all_tokenizers(tokenizer: PreTrainedTokenizerBase) -> None:
         task, item = samples.task(index), samples[index]
         whole = str(tokenizer.decode(item["input_ids"]))
         *facts, _ = FACT.findall(f"\n{whole.lstrip()}")  # the last one answers the question
-        asked, answer = re.findall(r"\nWhat is the code of (.*) now\? The code of \1 is (\d{5})\.$", whole)[0]
+        queried, answer = re.findall(r"\nWhat is the code of (.*) now\? The code of \1 is (\d{5})\.$", whole)[0]
         assert (len(item["input_ids"]), len(facts)) == (310, 4)
-        assert [code for name, code in facts if name == asked][-1] == answer
+        assert [code for name, code in facts if name == queried][-1] == answer
         assert tokenizer.decode(task.answer[: task.scored]).strip() == answer
         ids = tokenizer(whole.lstrip(), add_special_tokens=False)["input_ids"]
-        assert ids[8:] == item["input_ids"].tolist()[-len(ids[8:]) :]  # pieces are tokenized as the whole
+        assert ids[8:] == item["input_ids"].tolist()[-len(ids[8:]) :]  # chunks are tokenized as the whole
 
 
 def test_no_name_is_special_before_the_question() -> None:
@@ -137,10 +137,10 @@ def test_no_name_is_special_before_the_question() -> None:
     depths, last, first, order = [], 0, 0, Counter[int]()
     for index in range(len(samples)):
         task = samples.task(index)
-        _, facts, asked = read(text_of(task.prompt))
+        _, facts, queried = read(text_of(task.prompt))
         depths.append(1 - (task.distance or 0) / len(task.prompt))
-        last, first = last + (facts[-1][0] == asked), first + (facts[0][0] == asked)
-        order[sorted({name for name, _ in facts}).index(asked)] += 1
+        last, first = last + (facts[-1][0] == queried), first + (facts[0][0] == queried)
+        order[sorted({name for name, _ in facts}).index(queried)] += 1
     assert kstest(depths, "uniform").pvalue > 0.001
     for count in (last, first, *order.values()):  # one of three names: 5 standard deviations
         assert abs(count - 400 / 3) < 5 * (400 * 2 / 9) ** 0.5
@@ -156,7 +156,7 @@ def test_lengths_are_drawn_from_the_range() -> None:
     assert samples.resume_record != prompts((300, 304), 200, stream=other).resume_record
 
 
-def test_training_and_evaluation_read_what_each_is_given() -> None:
+def test_training_and_evaluation_read_their_own_streams() -> None:
     train, held_out = (stream_of(f"{letter * 9}.\n" * 300) for letter in "pq")
     samples = prompts(300, stream=train)
     assert {*"".join(read(text_of(samples.task(i).prompt)).text for i in range(20))} - {"|"} == {*"p.\n"}
@@ -166,7 +166,7 @@ def test_training_and_evaluation_read_what_each_is_given() -> None:
     assert len({tuple(task.answer.tolist()) for task in tasks}) == 20
     one, other = grid.tasks(0, 300)[0], grid.tasks(0, 900)[0]
     assert torch.equal(one.answer, other.answer)  # the same keys at all lengths
-    assert read(text_of(one.prompt)).asked == read(text_of(other.prompt)).asked
+    assert read(text_of(one.prompt)).queried == read(text_of(other.prompt)).queried
     assert (grid.task, grid.style) == ("keys", "4 keys of 1 values")
 
 

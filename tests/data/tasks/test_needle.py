@@ -62,7 +62,7 @@ def test_infinity_bench_is_that_of_table_12() -> None:
     assert task.distance == len(prompt.partition(needle)[2])
 
 
-def test_pieces_are_tokenized_as_the_whole_text(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chunks_are_tokenized_as_the_whole_text(tokenizer: PreTrainedTokenizerBase) -> None:
     whole = f"{HEAD}\nOne dog barked. Two cats slept! {NEEDLE} Three birds sang.\n{QUESTION} {PREFIX} 1234567."
     ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
     task = filled(len(ids), 0.7, tokenizer)

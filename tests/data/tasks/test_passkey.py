@@ -61,7 +61,7 @@ def test_samples_have_one_length_and_labels_on_key_and_period(tokenizer: PreTrai
     assert len(set(keys)) == 12
 
 
-def test_pieces_are_tokenized_as_the_whole_text(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chunks_are_tokenized_as_the_whole_text(tokenizer: PreTrainedTokenizerBase) -> None:
     needle = "The pass key is 12345. Remember it. 12345 is the pass key."
     question = "What is the pass key? The pass key is 12345."
     whole = f"{HEAD}\n{SENTENCES} {SENTENCES}\n{needle}\n{SENTENCES} {SENTENCES}\n{question}"
@@ -70,15 +70,15 @@ def test_pieces_are_tokenized_as_the_whole_text(tokenizer: PreTrainedTokenizerBa
     assert torch.cat([task.prompt, task.answer]).tolist() == ids
 
 
-def test_lengths_are_drawn_so_that_numbers_of_pieces_are_uniform() -> None:
+def test_lengths_are_drawn_so_that_numbers_of_chunks_are_uniform() -> None:
     samples = PasskeyPrompts(byte_tokenizer(), (301, 1200), 900, seed=3)
     items = [samples[index] for index in range(900)]
     sizes = np.array([len(item["input_ids"]) for item in items])
     assert 301 <= sizes.min() <= sizes.max() <= samples.longest == 1200
     assert samples.item_lengths == sizes.tolist()
-    pieces = np.bincount(-(-sizes // 300))  # of 300 tokens
-    assert pieces[:2].tolist() == [0, 0]
-    assert chisquare(pieces[2:]).pvalue > 0.001
+    chunks = np.bincount(-(-sizes // 300))  # of 300 tokens
+    assert chunks[:2].tolist() == [0, 0]
+    assert chisquare(chunks[2:]).pvalue > 0.001
     keys = [text_of(item["input_ids"][item["labels"] != -100]) for item in items]
     assert all(text_of(item["input_ids"]).count(key[1:6]) == 3 for item, key in zip(items, keys, strict=True))
     more = PasskeyPrompts(byte_tokenizer(), (301, 1200), 10**9, seed=3)

@@ -37,9 +37,9 @@ def task(request: pytest.FixtureRequest) -> TaskStrings:
     return TASKS[request.param]
 
 
-def assembled(task: TaskStrings, prompt: list[int], answer: list[int], asked: list[bool]) -> TaskStrings:
+def assembled(task: TaskStrings, prompt: list[int], answer: list[int], labelled: list[bool]) -> TaskStrings:
     """The task with a known string in place of random ones."""
-    parts = StringParts(np.array([prompt]), np.array([answer]), np.array([asked]), np.array([len(prompt)]))
+    parts = StringParts(np.array([prompt]), np.array([answer]), np.array([labelled]), np.array([len(prompt)]))
     task._parts = lambda rows, lengths: parts  # type: ignore[method-assign]
     return task
 
@@ -135,9 +135,9 @@ def test_symbols_lengths_and_orders_are_uniform() -> None:
     keys, values, queries = recall[:, 0:6:2], recall[:, 1:6:2], recall[:, 7:13:2]
     assert likely(Counter(map(tuple, keys.tolist())).values())
     assert likely(values.flatten().bincount(minlength=11)[7:].tolist())
-    asked = (queries[:, :, None] == keys[:, None]).long().argmax(2)  # which pair is asked for
-    assert likely(Counter(map(tuple, asked.tolist())).values())
-    assert likely(Counter(map(tuple, torch.cat([keys, asked], 1).tolist())).values())
+    queried = (queries[:, :, None] == keys[:, None]).long().argmax(2)  # which pair is queried
+    assert likely(Counter(map(tuple, queried.tolist())).values())
+    assert likely(Counter(map(tuple, torch.cat([keys, queried], 1).tolist())).values())
     assert likely((4 * (keys[:, 0] - 3) + values[:, 0] - 7).bincount(minlength=16).tolist())
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from .chunks_in_processes import PROCESSES, run_job
 from .families import FAMILIES, SHELL_FAMILIES
-from .pieces_in_processes import PROCESSES, run_job
 
 Job = tuple[str, str, str, bool]
 NAMES = [family.name for family in FAMILIES]
@@ -45,22 +45,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By job, its number of processes, which jobs take in turn, and what each process got."""
     jobs, file = (
         [*map(settings, JOBS + BROKEN), *(of_variant(*job) for job in VARIANTS), *SHARDED],
-        tmp_path_factory.mktemp("pieces") / "results",
+        tmp_path_factory.mktemp("chunks") / "results",
     )
     sizes = [PROCESSES[i % len(PROCESSES)] for i in range(len(jobs))]
-    given = json.dumps([*zip(jobs, sizes, strict=True)])
-    command = [sys.executable, "-m", "tests.models.pieces_in_processes", str(file), given]
+    arguments = json.dumps([*zip(jobs, sizes, strict=True)])
+    command = [sys.executable, "-m", "tests.models.chunks_in_processes", str(file), arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results = torch.load(file)
     return {str(job): [each[i] for each in results[n]] for i, (job, n) in enumerate(zip(jobs, sizes, strict=True))}
 
 
-def errors(pieces: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> dict[str, float]:
+def errors(chunks: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> dict[str, float]:
     """By result, the largest error relative to the largest entry; losses and gradients of weights are sums."""
     found = {}
     for key, expected in whole.items():
-        parts = [piece[key] for piece in pieces if key in piece]
+        parts = [chunk[key] for chunk in chunks if key in chunk]
         if not expected.numel():
             continue
         if key in ("logits", "gradient of inputs"):
@@ -75,10 +75,10 @@ def errors(pieces: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> dict[st
     return found
 
 
-def check(pieces: list[dict[str, Tensor]], whole: dict[str, Tensor], tolerance: float) -> None:
+def check(chunks: list[dict[str, Tensor]], whole: dict[str, Tensor], tolerance: float) -> None:
     limits = {"loss": max(tolerance, 1e-6)}  # Transformers computes losses in float32
-    wrong = {key: error for key, error in errors(pieces, whole).items() if not error <= limits.get(key, tolerance)}
-    assert not wrong, (len(pieces), wrong)
+    wrong = {key: error for key, error in errors(chunks, whole).items() if not error <= limits.get(key, tolerance)}
+    assert not wrong, (len(chunks), wrong)
 
 
 @pytest.mark.slow
@@ -90,12 +90,12 @@ def test_processes_that_share_rows_give_what_one_gives(job: Job, found: Results)
 @pytest.mark.slow
 @pytest.mark.parametrize("job", BROKEN, ids=str)
 def test_a_broken_sequence_breaks_no_other(job: Job, found: Results) -> None:
-    whole, pieces = run_job(**settings(job)), found[str(settings(job))]
+    whole, chunks = run_job(**settings(job)), found[str(settings(job))]
     for key in ("final recurrent 0", "final recurrent 1"):
         assert bool(whole[key][-1].isfinite().all())
-        torch.testing.assert_close(pieces[0][key][-1], whole[key][-1], rtol=0, atol=1e-9)
+        torch.testing.assert_close(chunks[0][key][-1], whole[key][-1], rtol=0, atol=1e-9)
     for key in ("logits", "gradient of inputs"):
-        value = torch.cat([piece[key] for piece in pieces], 1)
+        value = torch.cat([chunk[key] for chunk in chunks], 1)
         for row, others in ((-1, slice(32, None)), (1, slice(0, 9))):
             assert bool(whole[key][row, others].isfinite().all())
             torch.testing.assert_close(value[row, others], whole[key][row, others], rtol=0, atol=1e-9)

@@ -1,4 +1,4 @@
-"""What models give whose rows several processes (gloo) share: `python -m tests.models.pieces_in_processes FILE JOBS`.
+"""What models give whose rows several processes (gloo) share: `python -m tests.models.chunks_in_processes FILE JOBS`.
 
 JOBS is a JSON list of keywords of `run_job` and numbers of processes. FILE gets what it returned, by number of
 processes: [rank][job], None where the job does not run on so many.
@@ -31,7 +31,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}  # bfloat16: autocast
 LENGTH = 45
 CUTS = {1: [], 2: [30], 3: [9, 33], 4: [16, 17, 44]}
-"""Where pieces begin: also pieces of one token, and a last one that is shorter than the convolution."""
+"""Where chunks begin: also chunks of one token, and a last one that is shorter than the convolution."""
 PADDED = ["." * 5 + "x" * 40, "x" * 43 + "..", "x" * 8 + "." * 27 + "x" * 10, "." * 45, "x" * 45, "." * 44 + "x"]
 SEQUENCES = [
     "0" * 45,
@@ -41,7 +41,7 @@ SEQUENCES = [
     "0" * 16 + "1" + "2" * 28,
     "0" * 32 + "1" * 12 + "2",
 ]
-"""Packed rows: sequences that begin with a piece, within one, and several in one."""
+"""Packed rows: sequences that begin with a chunk, within one, and several in one."""
 
 
 def rows_of(rows: str) -> tuple[Tensor | None, Tensor | None]:
@@ -52,7 +52,7 @@ def rows_of(rows: str) -> tuple[Tensor | None, Tensor | None]:
 
 
 def model_of(name: str, variant: str, dtype: str, checkpointed: bool) -> Any:
-    """Of a family, with activation checkpointing if asked for."""
+    """Of a family, with activation checkpointing if requested."""
     family: Family = BY_NAME[name]
     model = build(family, DTYPES[dtype], **family.variants[variant])
     return with_checkpointing(model) if checkpointed else model
@@ -67,16 +67,16 @@ def run_job(
     sharded: bool = False,
     group: Any = None,
 ) -> dict[str, Tensor]:
-    """Logits, loss, final state and all gradients of a random functional of them, of one piece or of the whole; the
+    """Logits, loss, final state and all gradients of a random functional of them, of one chunk or of the whole; the
     weights may be sharded by FSDP2 over the same processes.
 
-    In "broken" rows there is a NaN in the first sequence of the last row, which ends in a later piece, and in the last
-    one of the second row, which begins in a later piece.
+    In "broken" rows there is a NaN in the first sequence of the last row, which ends in a later chunk, and in the last
+    one of the second row, which begins in a later chunk.
     """
     variant = variant or next(iter(BY_NAME[name].variants))
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     start, stop = list(pairwise([0, *CUTS[size], LENGTH]))[rank]
-    piece = slice(start, stop)
+    chunk = slice(start, stop)
     mask, numbers = rows_of(rows)
     model = model_of(name, variant, dtype, checkpointed)
     embeds = model.get_input_embeddings()(random_tokens(len(PADDED), LENGTH)).detach()
@@ -88,27 +88,27 @@ def run_job(
         for module in [*model.base_model.layers, model]:
             fully_shard(module, mesh=mesh)
     parameters = dict(model.named_parameters())
-    inputs = embeds[:, piece].clone().requires_grad_()
+    inputs = embeds[:, chunk].clone().requires_grad_()
     state = map_state(lambda part: part.detach().clone().requires_grad_(), random_state(model, len(PADDED)))
     targets = random_tokens(len(PADDED), LENGTH, seed=7)
     shown = torch.ones(len(PADDED), LENGTH, dtype=torch.bool) if mask is None else mask.bool()
     targets = targets.masked_fill(~shown, -100)
-    given: dict[str, Any] = {} if group is None else {"sequence_group": group}
+    arguments: dict[str, Any] = {} if group is None else {"sequence_group": group}
     if mask is not None:
-        given["attention_mask"] = mask[:, piece]
+        arguments["attention_mask"] = mask[:, chunk]
     if numbers is not None:
-        given["seq_idx"] = numbers[:, piece]
+        arguments["seq_idx"] = numbers[:, chunk]
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         output = model(
             inputs_embeds=inputs,
             initial_state=state,
-            shift_labels=targets[:, piece],
+            shift_labels=targets[:, chunk],
             num_items_in_batch=int((targets != -100).sum()),
-            **given,
+            **arguments,
         )
-    logits = output.logits * shown[:, piece, None]
+    logits = output.logits * shown[:, chunk, None]
     objective = (
-        output.loss + (logits * weights_like(embeds.new_zeros(*shown.shape, logits.shape[2]), 0)[:, piece]).sum()
+        output.loss + (logits * weights_like(embeds.new_zeros(*shown.shape, logits.shape[2]), 0)[:, chunk]).sum()
     )
     found = {"logits": logits, "loss": output.loss[None]}
     for index, layer in enumerate(output.final_state):
@@ -121,7 +121,7 @@ def run_job(
         leaves |= {f"initial {part_name} {index}": x for part_name, x in zip(LayerState._fields, layer, strict=True)}
     objective.backward()
     gradients = {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
-    if sharded:  # the mean over processes, of which one tells
+    if sharded:  # the mean over processes, of which one reports
         whole = {key: grad.full_tensor() * size for key, grad in gradients.items() if isinstance(grad, DTensor)}
         gradients = {key: grad for key, grad in gradients.items() if key not in whole} | (whole if rank == 0 else {})
     found |= {f"gradient of {key}": grad for key, grad in gradients.items()}
