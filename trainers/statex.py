@@ -42,10 +42,10 @@ class StateXConfig(MixedStatesConfig):
     )
     expand_initialization: Literal["reinit", "inherit", "inherit-zero", "released", "merge-copy"] | None = option(
         None,
-        "reinit initializes the recurrence of these layers anew, as in the paper (section 4.3), Mamba's "
-        "as mamba-ssm does; inherit keeps the trained weights, and new "
-        "ones can learn; inherit-zero is the paper's baseline (5.5), whose new weights do not learn; released and "
-        "merge-copy, for Mamba-2 and GLA, are reinit and its baseline in the authors' code. Default: reinit.",
+        "reinit (the paper's, section 4.3): new random recurrence in these layers, in Mamba as mamba-ssm initializes "
+        "it. inherit (ours): trained weights stay, new weights can learn. inherit-zero (the paper's baseline, 5.5): as "
+        "inherit, but new weights cannot learn. released, merge-copy (Mamba-2 and GLA only): what the authors' code "
+        "does for reinit and for its baseline. Default: reinit.",
     )
     new_weights_lr_multiplier: float = option(
         1.0,
