@@ -44,8 +44,8 @@ class StateXConfig(MixedStatesConfig):
         None,
         "reinit (the paper's, section 4.3): new random recurrence in these layers, in Mamba as mamba-ssm initializes "
         "it. inherit (ours): trained weights stay, new weights can learn. inherit-zero (the paper's baseline, 5.5): "
-        "as inherit, but new weights cannot learn. released, merge-copy (Mamba-2 and GLA only): what the authors' code "
-        "does for reinit and for its baseline. Default: reinit.",
+        "as inherit, but new weights cannot learn. released, merge-copy (Mamba-2 and GLA only): what the authors' "
+        "code does for reinit and for its baseline. Default: reinit.",
     )
     new_weights_lr_multiplier: float = option(
         1.0,
