@@ -9,8 +9,8 @@ from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 
 DESCRIPTION = """\
 Expand the recurrent states of some layers of a trained model (StateX; Shen et al., 2025): Mamba gets a larger state
-size N; GLA and its kin get fewer, larger heads. The result is a checkpoint to post-train, whose config records the
-change. The source stays unchanged. Weights are saved in float32, which post-training needs.
+size N; GLA and related families get fewer, larger heads. The result is a checkpoint to post-train, whose config
+records the change. The source stays unchanged. Weights are saved in float32, which post-training needs.
 """
 EXAMPLES = """\
 lengthgen expand AntonV/mamba2-1.3b-hf --output expanded  # 4 layers, 4 x the state
@@ -31,7 +31,9 @@ def command_parser() -> CommandParser:
     what = "how many times larger their states become (default: 4 in Mamba; in others all heads become one)"
     size.add_argument("--factor", type=float, metavar="X", help=what)
     size.add_argument("--state-size", type=int, metavar="N", help="instead of --factor: state size N of Mamba")
-    size.add_argument("--num-heads", type=int, metavar="N", help="instead of --factor: heads of GLA and its kin")
+    size.add_argument(
+        "--num-heads", type=int, metavar="N", help="instead of --factor: heads of GLA and related families"
+    )
     add(
         "--initialization",
         choices=("reinit", "inherit", "inherit-zero", "released", "merge-copy"),

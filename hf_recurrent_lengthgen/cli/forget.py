@@ -36,7 +36,7 @@ def command_parser() -> CommandParser:
     add("--insertion", type=float, default=1.0, metavar="X", help="factor on what is written into the state")
     add("--delta-scale", type=scales, default=1.0, metavar="X,...", help="factor on steps of Mamba, or one by layer")
     add("--decay-scale", type=scales, default=1.0, metavar="X,...", help="power of decays (factor on A), likewise")
-    what = "find this scale for each layer, with which the loss of --sequences of --data is lowest"
+    what = "find, for each layer, the scale with the lowest loss on --sequences sequences of --data"
     add("--calibrate", choices=("decay_scale", "delta_scale"), help=what)
     add_shared(parser, "--tokenizer", "--data", "--split", "--text-column", "--device", "--seed", split="train")
     what = "tokens per sequence, beyond the training length T (default: 16 T)"
@@ -65,8 +65,11 @@ def run(arguments: Sequence[str]) -> int:
     refuse_adapter(options.model)
     output = Path(options.output)
     check_new(output)
-    if (rule == Forgetting()) == (options.calibrate is None):
-        raise ValueError("Nothing would be forgotten, or in two ways: give --calibrate, or options such as --window.")
+    settings = "--window, --retention, --insertion, --delta-scale or --decay-scale"
+    if rule == Forgetting() and options.calibrate is None:
+        raise ValueError(f"Nothing would be forgotten: set {settings}, or find a scale with --calibrate.")
+    if rule != Forgetting() and options.calibrate is not None:
+        raise ValueError(f"--calibrate finds what is forgotten: leave out {settings}.")
     unread = [name for name in CALIBRATION if getattr(options, name) != parser.get_default(name)]
     if options.calibrate is None and unread:
         named = ", --".join(unread).replace("_", "-")

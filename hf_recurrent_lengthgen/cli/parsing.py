@@ -32,7 +32,11 @@ def tokens(text: str) -> int:
     """A whole number of tokens, such as "2048", "2k", "1.5K" or "1M"; k is 2**10, and m 2**20."""
     word = text.strip().lower()
     digits, size = (word[:-1], _SIZES[word[-1]]) if word[-1:] in _SIZES else (word, 1)
-    if not (number := float(digits) * size).is_integer():
+    try:
+        number = float(digits) * size
+    except ValueError:
+        number = float("nan")
+    if not number.is_integer():
         raise argparse.ArgumentTypeError(f"must be a whole number, such as 512, 2k or 1M, got {text:.40}")
     return int(number)
 

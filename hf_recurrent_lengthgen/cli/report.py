@@ -90,7 +90,7 @@ def tables(comparison: Comparison) -> list[tuple[list[Sequence[str]], str]]:
     for each in comparison.differences:
         values = (estimate_text(value, "+") for value in (each.harm, each.loss, each.in_window))
         minus.append((f"{each.model} - {each.minus}", *values, f"{each.count} {each.over}"))
-    paired = f"nats per {first.data.token_unit}, paired, with {confidence} intervals; below zero the first has less."
+    paired = f"nats per {first.data.token_unit}, paired, with {confidence} intervals; below zero: the first is lower."
     return [(rows, note), (minus, paired)]
 
 

@@ -24,12 +24,13 @@ lengthgen state mix book another-book --weights 0.5 0.5 --output both.safetensor
 """
 READ = """\
 Read a text and save the state after every N tokens, one file each, into a folder. Memory grows with the text only
-for keys and values of attention layers. The same command goes on after the last file if it was interrupted, or if the
-text has grown at its end.
+for keys and values of attention layers. The same command continues after the last file if it was interrupted, or if
+the text has grown at its end.
 """
 ASK = """\
 Continue prompts after the text that was read. The answers are those of the model after reading text and prompt at
-once, or of independent chunks the one with the least entropy of the next token. The file stays as it is.
+once. After independent chunks, the answer is that of the chunk whose next token has the lowest entropy. The file stays
+as it is.
 """
 STATE = {"metavar": "STATE", "help": "state file, or a folder of them, whose last one is taken"}
 
@@ -50,9 +51,9 @@ def command_parser() -> CommandParser:
     read.method.add_argument("--transitions", action="store_true", help="also save what mix --order requires")
     read.run.add_argument("--output", required=True, metavar="FOLDER", help="folder for the files")
     add_shared(read, "--tokenizer", "--data", "--split", "--text-column", "--chunk-length")
-    show = add_action("show", "show what a state file says of itself", "lengthgen state show book")
+    show = add_action("show", "show the contents of a state file", "lengthgen state show book")
     ask = add_action("ask", "continue prompts after a text that was read", EXAMPLES.splitlines()[2], ASK)
-    what = "make one state file of several: their weighted sum, or about the state after one text after another"
+    what = "make one state file of several: their weighted sum, or nearly the state after reading all texts in turn"
     mix = add_action("mix", what, EXAMPLES.splitlines()[4])
     mix.data.add_argument("states", nargs="+", **STATE)
     mix.method.add_argument("--weights", type=float, nargs="+", metavar="W", help="one for each (default: the mean)")

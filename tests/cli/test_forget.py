@@ -142,10 +142,7 @@ def test_weights_keep_their_dtype_and_a_stock_checkpoint_becomes_ours(
     [
         (["--output", "{full}", "--window", "4"], "exists already and is not an empty folder"),
         (["--output", "{out}"], "Nothing would be forgotten"),
-        (
-            ["--output", "{out}", "--calibrate", "decay_scale", "--window", "4"],
-            "Nothing would be forgotten, or in two",
-        ),
+        (["--output", "{out}", "--calibrate", "decay_scale", "--window", "4"], "--calibrate finds what is forgotten"),
         (["--output", "{out}", "--decay-scale", "0.5,0.6,0.7"], "one for each of the 2 layers, got 3 numbers"),
         (["--output", "{out}", "--retention", "1"], "Nothing would be forgotten"),
         (["--output", "{out}", "--decay-scale", "1,1.0"], "Nothing would be forgotten"),

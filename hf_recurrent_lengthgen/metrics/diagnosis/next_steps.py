@@ -87,7 +87,9 @@ def _after_failure(one: Measured) -> Step:
     )
     if one.model.role == "intervention":
         longer = ("--max-steps", str(MORE * STEPS))
-        why = f"the states of {one.label} still leave the training distribution: train longer with state passing"
+        drifts = states is not None and states.drifting
+        cause = f"the states of {one.label} still leave the training distribution" if drifts else f"{one.label} fails"
+        why = f"{cause}: train longer with state passing, at the learning rate of its first training (--learning-rate)"
     steps = ("--intervention", "state_passing", *longer, "--output", output)
     training = one.command("train", *steps, without=["length"])
     return Step(why, (training, one.command("diagnose", output, "--roles", "base,intervention")))
