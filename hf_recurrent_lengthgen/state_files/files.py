@@ -140,7 +140,7 @@ def _check_prefix(text_state: TextState, tokens: Tokens, name: str) -> None:
     rows = check_rows(tokens)
     what = "of another text, or of another batch"
     if rows.shape[1] < text_state.position:
-        what = f"more than the {rows.shape[1]} of these tokens"
+        what = f"and this text has only {rows.shape[1]}"
     elif not text_state.prefix:
         what = "and does not tell which"
     elif len(rows) == text_state.rows and prefix_hash(rows[:, : text_state.position]) == text_state.prefix:

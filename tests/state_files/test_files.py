@@ -210,7 +210,7 @@ def test_another_tokenizer_or_text_is_refused(tmp_path: Path) -> None:
     for wrong, complaint in (
         (longer + (torch.arange(18) == 8), "9 tokens of another text"),
         (longer.repeat(2, 1), "or of another batch"),
-        (tokens[:, :8], "more than the 8"),
+        (tokens[:, :8], "and this text has only 8"),
     ):
         with pytest.raises(ValueError, match=complaint):
             load_text_state(path, model, tokens=wrong)

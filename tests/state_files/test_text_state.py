@@ -98,7 +98,7 @@ def test_reading_goes_on_after_the_last_file(name: str, tmp_path: Path) -> None:
     assert_same(load_text_state(tmp_path / "a", model, position=29), read_text(model, tokens[:, :20]))
     with pytest.raises(ValueError, match="50 tokens of another text"):
         list(read_into(tmp_path / "a", model, torch.cat([tokens[:, :49], text(9)], dim=1), 10))
-    with pytest.raises(ValueError, match="more than the 40 of these tokens: give that"):
+    with pytest.raises(ValueError, match="and this text has only 40: give that"):
         list(read_into(tmp_path / "a", model, tokens[:, :40], 10))
 
 
