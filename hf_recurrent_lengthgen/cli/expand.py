@@ -24,7 +24,7 @@ def command_parser() -> CommandParser:
     what = "checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba-2 layers"
     parser.model.add_argument("model", metavar="MODEL", help=what)
     add = parser.method.add_argument
-    what = 'layers to expand, from 0, or "all"; hybrids require it (default: --count of them)'
+    what = 'layers to expand, from 0, or "all" (default: --count of them; hybrids require one of the two)'
     add("--layers", nargs="+", metavar="LAYER", help=what)
     add("--count", type=int, metavar="N", help="number of layers, one in every m from the first (default: 4)")
     size = parser.method.add_mutually_exclusive_group()
