@@ -30,8 +30,9 @@ def check_model(model: nn.Module) -> None:
     missing = STATE_ARGUMENTS - set(inspect.signature(base.forward).parameters)
     if missing:
         raise ValueError(
-            f"{type(base).__name__} does not take {sorted(missing)}, so it cannot be given states. Load it with "
-            "hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model)."
+            f"{type(base).__name__} does not take {sorted(missing)}, so it cannot be given states. Give the trainer "
+            "the folder or Hub name of the checkpoint in its place, load_model(folder), or stateful(model), all of "
+            "hf_recurrent_lengthgen."
         )
     if getattr(base, "stateless_layers", []):
         base.check_has_states()

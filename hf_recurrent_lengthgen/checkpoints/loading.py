@@ -5,13 +5,10 @@ import os
 import pickle
 import re
 import shlex
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from huggingface_hub import constants
@@ -39,6 +36,7 @@ from hf_recurrent_lengthgen.checkpoints.adapters import (
     with_adapter,
 )
 from hf_recurrent_lengthgen.checkpoints.tensor_files import stored_tensors
+from hf_recurrent_lengthgen.hub_access import is_out_of_reach
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.layer_sizes import described_class, says_more
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPERSEDED, SUPPORTED
@@ -60,6 +58,10 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
+class NoInitialState(ValueError):
+    """A checkpoint of a type that accepts no initial state."""
+
+
 def check_name(name: str) -> None:
     """Raise a `ValueError` for a name that is no checkpoint folder and cannot be a name on the Hub."""
     path = Path(name)
@@ -68,14 +70,11 @@ def check_name(name: str) -> None:
     local = path.exists() or re.match(r"[./~]|.*/$", str(name)) or len(path.parts) > 2
     if local or (path.parent != Path() and path.parent.is_dir()):
         raise ValueError(f"{name} is no folder here: give a checkpoint folder, or a name on the Hub (owner/name).")
-    cached = Path(constants.HF_HUB_CACHE, f"models--{str(name).replace('/', '--')}").is_dir()
-    try:  # before huggingface_hub, which retries for 23 seconds; a proxy may resolve the host
-        _ = cached or getproxies() or socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
-    except OSError as error:
+    if is_out_of_reach("models", str(name)):
         raise ValueError(
             f"{name} is no folder here and not in the cache of the Hub, and {constants.ENDPOINT} cannot be reached: "
             "give a checkpoint folder, or connect to the network."
-        ) from error
+        )
 
 
 def _check_weights(name: str, model: Any) -> None:
@@ -257,10 +256,9 @@ def _load(
     elif model_type not in SUPPORTED:
         if not stateless or model_type in SUPERSEDED:
             reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
-            raise ValueError(
-                f"{name} is of type {model_type!r}, which accepts no initial state{reason}. Supported are checkpoints "
-                f"of this package, {', '.join(sorted({*STATEFUL_CLASSES, *SUPPORTED}))}. Plain training and output "
-                "alignment (lengthgen train --intervention none) require no states and support any type."
+            raise NoInitialState(
+                f"{name} is of type {model_type!r}, which accepts no initial state{reason}. Types that do: those of "
+                f"this package, {', '.join(sorted({*STATEFUL_CLASSES, *SUPPORTED}))}."
             )
         loading["trust_remote_code"] = trust_remote_code
     elif says_more(config):
@@ -282,7 +280,9 @@ def _check_place(name: str) -> None:
     check_name(name)
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         below = ", ".join(sorted(str(file.parent) for file in Path(name).glob("*/adapter_config.json")))
-        advice = f"but folders of adapters: give one of them, {below}." if below else f"so {_convert_advice(name)}"
+        weights = [file for kind in ("safetensors", "bin", "pth", "pt") for file in Path(name).glob(f"*.{kind}")]
+        advice = f"so {_convert_advice(name)}" if weights else "and no weights: give the folder of a checkpoint."
+        advice = f"but folders of adapters: give one of them, {below}." if below else advice
         raise ValueError(f"{name} holds no config.json, {advice}")
 
 

@@ -10,9 +10,9 @@ Write the model card of a checkpoint into its folder: README.md with the metadat
 How the checkpoint was made comes from its lineage.json, which the commands of this package write. Numbers come from
 result files only, which must belong to these weights. Its section Limits says what it lacks.
 
-A card can be written again: license, language and datasets keep their last values, and so does the manual section
-between the comments "own words" and "end of own words". Changes elsewhere are lost. A README.md of another
-origin is replaced with --overwrite only.
+A card can be written again: license, language and datasets keep their last values, and so does what you write
+between its comments "own words" and "end of own words". Changes elsewhere are lost. A README.md that this
+command did not write is replaced with --overwrite only.
 """
 EXAMPLES = """\
 lengthgen evaluate demo-output/base demo-output/state-passing --roles base,intervention --output evaluation

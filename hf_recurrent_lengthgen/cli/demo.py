@@ -129,7 +129,7 @@ def run_demo(
     """
     from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
     from hf_recurrent_lengthgen.cli import train
-    from hf_recurrent_lengthgen.cli.report import summary_table, write_report
+    from hf_recurrent_lengthgen.cli.report import summary, write_report
     from hf_recurrent_lengthgen.data import byte_tokenizer
 
     began = time.perf_counter()
@@ -149,7 +149,7 @@ def run_demo(
             if command == "evaluate":
                 comparison, _ = evaluate.compare(evaluate.command_parser().parse_args(words), words)
                 page = write_report(comparison, output, checkpoint=output / FOLDERS[1])  # stays if part 2 fails
-                print(f"\n{summary_table(comparison)}")
+                print(f"\n{summary(comparison)}")
             else:
                 {"train": train.run, "retrieve": retrieve.run}[command](words)
     if memory_base is None:

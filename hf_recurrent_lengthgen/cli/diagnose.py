@@ -11,6 +11,7 @@ from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
 
 if TYPE_CHECKING:
     from hf_recurrent_lengthgen.metrics import Diagnosis
+    from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import Recipe
 
 DESCRIPTION = """\
 Measure how language models generalize in length, and why they fail: everything that `lengthgen evaluate` measures, and
@@ -41,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = command_parser()
     options = parser.parse_args(arguments)
     from hf_recurrent_lengthgen.cli.measuring import cache_note, load_inputs, ready
-    from hf_recurrent_lengthgen.cli.report import summary_table, write_figures
+    from hf_recurrent_lengthgen.cli.report import summary, write_figures
     from hf_recurrent_lengthgen.evaluation.files import write_result
     from hf_recurrent_lengthgen.metrics.diagnosis.measure import diagnose_model
     from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import next_steps
@@ -64,12 +65,23 @@ def run(arguments: Sequence[str]) -> int:
     write_result(folder / "result.json", diagnosis)
     update_csv(folder / "result.csv", diagnosis, options.csv)
     page = write_figures(diagnosis, folder)
-    print(f"\n{summary_table(diagnosis.comparison)}\n\n{why_table(diagnosis)}")
+    print(f"\n{summary(diagnosis.comparison)}\n\n{why_table(diagnosis)}")
     print(f"{cache_note(inputs.cache)}\nReport: {page}")
     chosen = {name: value for name, value in vars(options).items() if value != parser.get_default(name)}
-    for step in next_steps(diagnosis, [subject.name for subject in inputs.subjects], chosen):
+    names = [subject.name for subject in inputs.subjects]
+    for step in next_steps(diagnosis, names, chosen, [_recipe(name) for name in names]):
         print("\n".join([f"\nNext: {step.why}.", *(f"  {command}" for command in step.commands)]))
     return 0
+
+
+def _recipe(name: str) -> "Recipe | None":
+    """The last training of a checkpoint, if its lineage has one."""
+    from hf_recurrent_lengthgen.checkpoints.records import read_lineage
+    from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import Recipe
+
+    lineage = read_lineage(name)
+    runs = [] if lineage is None else [step.training for step in lineage.steps if step.training]
+    return Recipe(runs[-1].settings[-1].learning_rate, runs[-1].rows_per_step) if runs else None
 
 
 def _repeated_token(tokenizer: Any, text: str | None) -> int | None:
@@ -86,10 +98,11 @@ def _repeated_token(tokenizer: Any, text: str | None) -> int | None:
 
 
 def why_table(diagnosis: "Diagnosis") -> str:
-    """One row per model with the facts of all parts, and below what could not be measured."""
+    """One row per model with the facts of all parts, and below where they are explained, and what was not measured."""
     from hf_recurrent_lengthgen.metrics.diagnosis.page import facts, reasons
 
     by_model = [(model.evaluation.model, facts(model)) for model in diagnosis.models]
     names = list(dict.fromkeys(name for _, values in by_model for name in values))
     rows = [["model", *names], *([label, *(values.get(name, "-") for name in names)] for label, values in by_model)]
-    return "\n".join([in_columns(rows), *reasons(diagnosis)])
+    where = 'Each column is defined in the report, "What the words mean".'
+    return "\n".join([in_columns(rows), where, *reasons(diagnosis)])

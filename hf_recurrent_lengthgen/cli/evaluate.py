@@ -34,19 +34,19 @@ def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen evaluate", DESCRIPTION, EXAMPLES)
     add_options(parser, EvaluationSettings, output="evaluation", sequences=32)
     what = "also draw the mean over texts of exp(loss) by position; perplexity is exp of the mean loss elsewhere"
-    parser.run.add_argument("--mean-perplexity", action="store_true", help=what)
+    parser.method.add_argument("--mean-perplexity", action="store_true", help=what)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     from hf_recurrent_lengthgen.cli.measuring import cache_note
-    from hf_recurrent_lengthgen.cli.report import draw, summary_table, write_report
+    from hf_recurrent_lengthgen.cli.report import draw, summary, write_report
     from hf_recurrent_lengthgen.metrics.context_harm.figure import mean_perplexity_figure
     from hf_recurrent_lengthgen.metrics.tables import update_csv
 
     comparison, cache = compare(options, arguments)
-    print(f"\n{summary_table(comparison)}")
+    print(f"\n{summary(comparison)}")
     page = write_report(comparison, Path(options.output))
     update_csv(page.with_name("result.csv"), comparison, options.csv)
     if options.mean_perplexity or page.with_name("mean_perplexity.png").is_file():  # an old one is replaced

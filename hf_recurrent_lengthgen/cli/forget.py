@@ -104,9 +104,8 @@ def run(arguments: Sequence[str]) -> int:
 def _calibrated(model: Any, options: Namespace) -> tuple[tuple[float, ...], str]:
     """The calibrated scales, and on which text, in words."""
     from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
-    from hf_recurrent_lengthgen.cli.inputs import load_stream
+    from hf_recurrent_lengthgen.cli.inputs import load_stream, sequences_of
     from hf_recurrent_lengthgen.cli.measuring import on_device
-    from hf_recurrent_lengthgen.data import evaluation_sequences
     from hf_recurrent_lengthgen.surgery import calibrate
 
     length = options.length or 16 * (model.config.training_length or 0)
@@ -114,7 +113,7 @@ def _calibrated(model: Any, options: Namespace) -> tuple[tuple[float, ...], str]
         raise ValueError(f"The config of {options.model} has no training_length: give --length.")
     tokenizer = load_tokenizer(options.tokenizer or options.model, options.trust_remote_code)
     stream = load_stream(options.data, options.split, tokenizer, options.text_column)
-    texts = evaluation_sequences(stream.tokens, options.sequences, length + 1)
+    texts = sequences_of(stream, options.sequences, length, model.config.training_length or 0)
     result = calibrate(on_device(model, options.device), texts, options.calibrate, seed=options.seed)
     print(f"Loss of {len(texts)} x {length:,} tokens: {result.before:.3f} -> {result.after:.3f} nats per token.")
     if result.after == result.before:

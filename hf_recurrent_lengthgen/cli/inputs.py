@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_recurrent_lengthgen import data as sources
 from hf_recurrent_lengthgen.checkpoints.private_text import portable
 from hf_recurrent_lengthgen.cli.shared_options import STANDARD_LIBRARY
-from hf_recurrent_lengthgen.data import load_texts, split_names, token_stream
+from hf_recurrent_lengthgen.data import evaluation_sequences, load_texts, split_names, token_stream
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 
 standard_library_corpus = cache(sources.standard_library_corpus)  # which takes a fifth of a second
@@ -54,6 +54,25 @@ def load_stream(data: str, split: str, tokenizer: PreTrainedTokenizerBase, text_
     """Token stream of a data set with the tokenizer's end-of-sequence token after each document."""
     tokens = token_stream(load_documents(data, split, text_column), tokenizer)
     return Stream(tokens, data_source(data, split))
+
+
+def sequences_of(stream: Stream, count: int, length: int, training_length: int = 0) -> Tensor:
+    """`count` sequences (count, length + 1) of a stream: `length` predictions each.
+
+    Raises:
+        ValueError: if the text is too short, with options above the training length that it is long enough for.
+    """
+    have, need = len(stream.tokens), count * (length + 1)
+    if need > have:
+        fewer, shorter = have // (length + 1), have // count - 1
+        options = [f"--sequences {fewer}"] * (fewer > 0) + [f"--length {shorter}"] * (shorter > training_length)
+        both = [f"--sequences 1 --length {have - 1}"] * (have - 1 > training_length)
+        advice = " or ".join(options or both) or f"text of more than {training_length + 1:,} tokens"
+        raise ValueError(
+            f"{count:,} sequences of {length:,} tokens take {need:,}, one more each as the last target, and "
+            f"{stream.source.description} has {have:,}: give {advice}."
+        )
+    return evaluation_sequences(stream.tokens, count, length + 1)
 
 
 def data_source(data: str, split: str) -> DataSource:

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -11,12 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer, with_window
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
-from hf_recurrent_lengthgen.cli.inputs import check_distinct, chosen_split, load_stream, token_unit
-from hf_recurrent_lengthgen.data import evaluation_sequences
+from hf_recurrent_lengthgen.cli.inputs import check_distinct, chosen_split, load_stream, sequences_of, token_unit
 from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, Role
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
 from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
@@ -64,7 +64,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     tokenizer = shared_tokenizer(options)
     split = chosen_split(options.data, options.split, "validation")
     stream = load_stream(options.data, split, tokenizer, options.text_column)
-    tokens = evaluation_sequences(stream.tokens, options.sequences, length + 1)
+    tokens = sequences_of(stream, options.sequences, length, training_length)
     for model in models:
         array = check_tokens(tokens, reader_of(model).vocabulary, training_length + 1)
     Path(options.output).mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,9 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
             label = model_label(short[name], with_window(model, window), window)
             method = methods[folder] + label.removeprefix(short[name]) if seed else ""
             subjects.append(Subject(name, label, role, model, window, method, seed))
-    data = DataRecord(stream.source, token_unit=token_unit(tokenizer))
+    seen = [subject.label for subject in subjects if stream.source in _training_data(subject.name)]
+    source = replace(stream.source, selection=f"training data of {', '.join(seen)}") if seen else stream.source
+    data = DataRecord(source, token_unit=token_unit(tokenizer))
     return Inputs(subjects, tokenizer, training_length, array, data, cache)
 
 
@@ -103,7 +105,7 @@ def load_models(options: argparse.Namespace, window: str | None) -> list[Any]:
 def ready(subject: Subject, inputs: Inputs, what: str, device: str | None) -> Any:
     """The model of a subject on the device, with its window, after a line that says what is done with it."""
     sequences, length = inputs.tokens.shape
-    print(f"{what} {subject.label} on {sequences} texts of {length - 1:,} {inputs.data.token_unit}s")
+    print(f"{what} {subject.label} on {sequences} sequences of {length - 1:,} {inputs.data.token_unit}s")
     return on_device(with_window(subject.model, subject.window), device)
 
 
@@ -148,6 +150,16 @@ def _length_of(name: str, model: Any) -> int | None:
     lineage = None if length is not None else read_lineage(name)
     lengths = [step.training.training_length for step in lineage.steps if step.training] if lineage else []
     return lengths[-1] if lengths else length
+
+
+def _training_data(name: str) -> list[DataSource]:
+    """The texts that a model was trained on, as far as its lineage knows them."""
+    lineage = read_lineage(name)
+    return (
+        []
+        if lineage is None
+        else [replace(step.training.data, selection="") for step in lineage.steps if step.training]
+    )
 
 
 def model_label(name: str, model: Any, requested: str | None = None) -> str:

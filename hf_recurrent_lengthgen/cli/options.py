@@ -14,6 +14,7 @@ from transformers import HfArgumentParser
 from hf_recurrent_lengthgen.cli.parsing import (
     HelpFormatter,
     ImportUserCode,
+    NearestOptions,
     add_headings,
     examples_text,
     lengths,
@@ -57,6 +58,13 @@ RUN = (
 )
 """Options of transformers.TrainingArguments that --help lists, by their headings."""
 TYPES = {"attention_window": windows, "task_length": lengths}
+HELPS = {
+    "output_dir": "folder for checkpoints and the trained model",
+    "resume_from_checkpoint": "continue from this checkpoint, a folder checkpoint-N in --output",
+    "max_steps": "optimizer steps; -1: as many as --num-train-epochs takes",
+}
+"""In place of what Transformers says, which does not hold here."""
+METAVARS = {"output_dir": "FOLDER", "resume_from_checkpoint": "FOLDER", "intervention": "NAME"}
 HEADINGS = ("model", "data", "method", "training", "run")
 _OF_TOKENS = re.compile(r"_(lengths?|extra|min_context|windows|tokens)$")
 """Names of options that are numbers of tokens, which may be written as 2k."""
@@ -136,7 +144,7 @@ def _defaults(parsed: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-class RunParser(HfArgumentParser):
+class RunParser(NearestOptions, HfArgumentParser):
     """Parser of `RunArguments` and the configs of all trainers, without defaults."""
 
     def __init__(self) -> None:
@@ -170,6 +178,8 @@ class RunParser(HfArgumentParser):
             options["choices"] = sorted(INTERVENTIONS)
         heading = _heading(name)
         options["help"] = argparse.SUPPRESS if heading == "other" else _help(name, flags[0], options)
+        if name in METAVARS:
+            options["metavar"] = METAVARS[name]
         if "type" in options and len(options.get("choices", ())) not in range(1, 5):
             words = {int: "N", tokens: "N", float: "X", str: "TEXT"}
             options.setdefault("metavar", "BOOL" if "const" in options else words.get(options["type"], "NAME"))
@@ -192,7 +202,7 @@ def _help(name: str, flag: str, options: dict[str, Any]) -> str:
     """The help of an option, with its default and the choices that it requires."""
     if flag == f"--no_{name}":
         return f"the same as --{name.replace('_', '-')} false"
-    text, default = str(options.get("help")), DEFAULTS.get(name, options.get("default"))
+    text, default = HELPS.get(name, str(options.get("help"))), DEFAULTS.get(name, options.get("default"))
     text = text.replace("%(default)s", str(default))
     if name == "intervention":
         text += ", ".join(f"{key} ({INTERVENTIONS[key].about.title})" for key in options["choices"])

@@ -1,13 +1,14 @@
 """The parser of commands: their help, and checks of values."""
 
 import argparse
+import difflib
 import importlib.util
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _SIZES = {"k": 2**10, "m": 2**20}
 
@@ -143,7 +144,22 @@ def add_headings(parser: argparse.ArgumentParser, *headings: str) -> list[Any]:
     return groups
 
 
-class CommandParser(argparse.ArgumentParser):
+class NearestOptions(argparse.ArgumentParser):
+    """A parser that names the options that are most like an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: "):
+            choices = [action.choices for action in self._actions if isinstance(action.choices, dict)]
+            parsers = [self, *(parser for by_name in choices for parser in by_name.values())]  # of actions, too
+            named = [getattr(parser, "_option_string_actions", {}) for parser in parsers]
+            known = [option for options in named for option in options]
+            words = (word.partition("=")[0] for word in message.split() if word.startswith("--"))
+            near = [similar for word in words for similar in difflib.get_close_matches(word, known, 1)]
+            message += f"; did you mean {', '.join(near)}?" if near else ""
+        super().error(message)
+
+
+class CommandParser(NearestOptions):
     """The parser of a command: options under the same headings as in all others, and examples at the end.
 
     Whole numbers are at least 0 unless an option says otherwise (`positive`), and no text is empty.

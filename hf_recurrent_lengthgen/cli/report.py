@@ -10,6 +10,7 @@ from hf_recurrent_lengthgen.cli.parsing import in_columns
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
+from hf_recurrent_lengthgen.metrics.context_harm.summary import findings
 from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_figures, diagnosis_page
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.models.state_on_disk import write_text
@@ -61,9 +62,11 @@ def draw(figure: Figure, path: Path) -> None:
     save_svg(figure, path.with_name(f"{path.name}.svg"))
 
 
-def summary_table(comparison: Comparison) -> str:
-    """The tables of a comparison in columns, each with what its numbers are."""
-    return "\n\n".join(f"{in_columns(rows)}\n{note}" for rows, note in tables(comparison))
+def summary(comparison: Comparison) -> str:
+    """The data and the verdict of each model, then the tables in columns, each with what its numbers are."""
+    data = f"Data: {comparison.models[0].evaluation.data.description}"
+    lines = "\n".join([data, *(finding.headline for finding in findings(comparison))])
+    return "\n\n".join([lines, *(f"{in_columns(rows)}\n{note}" for rows, note in tables(comparison))])
 
 
 def tables(comparison: Comparison) -> list[tuple[list[Sequence[str]], str]]:
@@ -89,7 +92,8 @@ def tables(comparison: Comparison) -> list[tuple[list[Sequence[str]], str]]:
     minus: list[Sequence[str]] = [("difference", f"excess loss {place}", f"loss {place}", "loss within T", "over")]
     for each in comparison.differences:
         values = (estimate_text(value, "+") for value in (each.harm, each.loss, each.in_window))
-        minus.append((f"{each.model} - {each.minus}", *values, f"{each.count} {each.over}"))
+        over = "sequences" if each.over == "texts" else each.over
+        minus.append((f"{each.model} - {each.minus}", *values, f"{each.count} {over}"))
     paired = f"nats per {first.data.token_unit}, paired, with {confidence} intervals; below zero: the first is lower."
     return [(rows, note), (minus, paired)]
 

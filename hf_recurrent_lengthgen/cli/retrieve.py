@@ -57,9 +57,9 @@ def command_parser() -> CommandParser:
         "--depths",
         type=_depths,
         metavar="N | X,...",
-        help="number n of depths, 0 (start of the text), 1/n, ..., (n - 1)/n as in Chen et al. (2024), B.1: without "
-        "the end, 1, which is the easiest; or the depths themselves "
-        "(default: 10) [task passkey or niah or keys]",
+        help="number n of depths, which are 0 (start of the text), 1/n, ..., (n - 1)/n, as in Chen et al. (2024), "
+        "B.1, or the depths themselves, up to 1 (end of the text, the easiest); (default: 10) "
+        "[task passkey or niah or keys]",
     )
     add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
     styles, what = (
@@ -109,14 +109,15 @@ def run(arguments: Sequence[str]) -> int:
     models = load_models(options, options.attention_window)
     results = []
     for name, model in zip(options.models, models, strict=True):
-        print(f"{grid.task}, {len(grid.rows)} rows of {len(lengths)} lengths, {grid.samples} samples: {name}")
+        rows = f"{len(grid.rows)} {'tasks' if grid.depths is None else 'depths'}"
+        print(f"{grid.task}, {rows} x {len(lengths)} lengths x {grid.samples} samples: {names[name]}")
         placed, label = on_device(model, options.device), model_label(names[name], model)
         training_length = options.training_length or getattr(model.config, "training_length", None)
         results.append(retrieval_accuracy(placed, grid, lengths, label, data, training_length, settings, cache=cache))
     print(f"\n{_table(results)}")
-    picture = _write(output, results)
+    written = _write(output, results)
     update_csv(output / "retrieval.csv", RetrievalComparison(tuple(results)), options.csv)
-    print(f"\nResults: {picture}")
+    print(f"\nResults: {', '.join(map(str, written))}")
     return 0
 
 
@@ -171,7 +172,7 @@ def _table(results: "Sequence[RetrievalResult]") -> str:
     what = f"{first.task} ({first.style}{f', {first.shots} shots' if first.shots else ''})"
     note = (
         f"{what}: right answers in percent by length in {first.data.token_unit}s, with 95 % intervals;\n"
-        "T_recall is the length up to which at least 95 % are right."
+        "T_recall (Chen et al., 2024) is the length up to which at least 95 % are right."
     )
     if any(not cell.samples for row in first.cells for cell in row):
         note += " Cells without samples, where no question fits, do not count."
@@ -187,16 +188,17 @@ def _percent(share: "Share", confidence: float) -> str:
     return f"{100 * share.accuracy:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
-def _write(folder: Path, results: "Sequence[RetrievalResult]") -> Path:
-    """Write JSON and pictures; returns the path of the heat map."""
+def _write(folder: Path, results: "Sequence[RetrievalResult]") -> list[Path]:
+    """Write JSON and pictures; returns the paths of the JSON file and of the PNGs."""
     from hf_recurrent_lengthgen.cli.report import draw
     from hf_recurrent_lengthgen.evaluation.files import write_result
     from hf_recurrent_lengthgen.metrics import RetrievalComparison
     from hf_recurrent_lengthgen.metrics.retrieval import figure
 
-    write_result(folder / "retrieval.json", RetrievalComparison(tuple(results)))
-    draw(figure.heat_map_figure(results), folder / "heat_map")
-    draw(figure.retrieval_accuracy_figure(results), folder / "accuracy")
+    figures = {"heat_map": figure.heat_map_figure(results), "accuracy": figure.retrieval_accuracy_figure(results)}
     if results[0].mistakes_by_length:
-        draw(figure.mistakes_figure(results), folder / "mistakes")
-    return folder / "heat_map.png"
+        figures["mistakes"] = figure.mistakes_figure(results)
+    write_result(folder / "retrieval.json", RetrievalComparison(tuple(results)))
+    for name, drawn in figures.items():
+        draw(drawn, folder / name)
+    return [folder / "retrieval.json", *(folder / f"{name}.png" for name in figures)]

@@ -166,7 +166,9 @@ class RunArguments:
         retrieval_lengths=ANY,
         task=tuple(task for task in TOKENS if task != "keys"),
     )
-    import_file: str | None = _option("method", "Python file with own interventions (default: none)")
+    import_file: str | None = _option(
+        "method", "Python file or installed module with own interventions (default: none)", metavar="MODULE"
+    )
     intervention: str = _option("method", "what is done in addition to plain training: ", "state_passing")  # + names
     chunks_before_reset: int = _option(
         "method",

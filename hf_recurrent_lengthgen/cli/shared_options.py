@@ -49,7 +49,7 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
             "type": windows,
             "metavar": "W",
             "help": 'of hybrids: number of tokens that a token attends to, itself included, or "none" for all '
-            "(default: from the config of the model); evaluate and diagnose compare several, with commas between",
+            "(default: from the config of the model)",
         },
         "--revision": {"metavar": "NAME", "help": "branch, tag or commit on the Hub (default: main)"},
     },
@@ -146,6 +146,9 @@ def add_options(parser: CommandParser, settings: type[EvaluationSettings], outpu
     parser.data.add_argument("--sequences", type=positive, default=sequences, metavar="N", help=what)
     fields = {f"--{field.name.replace('_', '-')}": field for field in _options_of(settings)}
     add_shared(parser, *MODEL_OPTIONS, "--output", "--csv", *HOW.keys() & fields.keys(), output=output)
+    for action in parser.model._group_actions:
+        if action.dest == "attention_window":
+            action.help += "; several with commas between are compared"
     for name, field in fields.items():
         if name not in HOW:
             kind, metavar = {int: (int, "N"), TEXT: (None, "TEXT")}.get(field.type, (None, "NAME,..."))

@@ -57,8 +57,8 @@ def command_parser() -> CommandParser:
     mix = add_action("mix", what, EXAMPLES.splitlines()[4])
     mix.data.add_argument("states", nargs="+", **STATE)
     mix.method.add_argument("--weights", type=float, nargs="+", metavar="W", help="one for each (default: the mean)")
-    what = "compose files read with --transitions: in their order (given), or the mean over rotations or all orders"
-    mix.method.add_argument("--order", choices=("given", "cyclic", "all"), help=what)
+    what = "compose files read with --transitions: in their order (listed), or the mean over rotations or all orders"
+    mix.method.add_argument("--order", choices=("listed", "cyclic", "all"), help=what)
     mix.run.add_argument("--output", required=True, metavar="FILE", help="state file to write")
     for action in (show, ask):
         action.data.add_argument("state", **STATE)
@@ -123,13 +123,13 @@ def _read(options: argparse.Namespace) -> None:
     text_states = read_into(options.output, model, tokens, options.every or 65536, **text_state)
     with tqdm(total=len(tokens), unit="tok", unit_scale=True, disable=None) as bar:
         for text_state in text_states:
-            if positions and text_state.position == positions[-1]:
-                bar.write(f"Goes on after {positions[-1]:,} tokens, the last file in {options.output}.")
+            if positions and text_state.position == positions[-1] < len(tokens):
+                bar.write(f"Continues after {positions[-1]:,} tokens, the last file in {options.output}.")
             bar.update(text_state.position - bar.n)
     size = sum(file.stat().st_size for file in Path(options.output).glob("position-*.safetensors"))
     count = len(positions_in(options.output))
-    files_held = "1 file" if count == 1 else f"{count} files"
-    print(f"Read {len(tokens):,} tokens. {files_held} in {size:,} bytes: {options.output}")
+    done = "Already read" if positions and positions[-1] >= len(tokens) else "Read"
+    print(f"{done}: {len(tokens):,} tokens, {count} file{'s' * (count > 1)}, {size:,} bytes, in {options.output}")
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -149,10 +149,10 @@ def _show(options: argparse.Namespace) -> None:
         ["transitions", f"of {len(text_state.transitions)} layers" if text_state.transitions else "none"],
         ["model", f"{origin.name} ({origin.config.get('model_type')}, {origin.dtype})"],
         ["revision", origin.revision or "unknown"],
-        ["weights", origin.weights],
-        ["tokenizer", origin.tokenizer or "unknown"],
+        ["SHA-256 of the weights", origin.weights],
+        ["SHA-256 of the tokenizer", origin.tokenizer or "unknown"],
+        ["digest of the tokens", text_state.prefix or "unknown"],
     ]
-    rows.append(["tokens", text_state.prefix or "unknown"])
     print(in_columns([*rows, *sorted([name, value] for name, value in text_state.metadata.items())]))
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, set_seed
 
 from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter, holds_adapter, merge_advice
-from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
+from hf_recurrent_lengthgen.checkpoints.loading import NoInitialState, load_model, load_tokenizer
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
-from hf_recurrent_lengthgen.cli.inputs import data_source
+from hf_recurrent_lengthgen.cli.inputs import chosen_split, data_source
 from hf_recurrent_lengthgen.cli.options import RunParser, read_options
 from hf_recurrent_lengthgen.cli.run_arguments import PROMPTS, USUAL_LENGTH, RunArguments
 from hf_recurrent_lengthgen.cli.shared_options import HOW
@@ -41,7 +41,7 @@ command_parser = RunParser
 
 def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
-    command, grouped = ["lengthgen", "train", *arguments], dist.is_initialized()
+    command, grouped = ["lengthgen", "train", *_without_resume(arguments)], dist.is_initialized()
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     settings, training, trainer_class = read_options(arguments, config_file)
     try:
@@ -54,6 +54,21 @@ def run(arguments: Sequence[str]) -> int:
     if dist.is_initialized() and not grouped:
         dist.destroy_process_group()  # threads of one that outlives the interpreter abort the process
     return 0
+
+
+def _without_resume(arguments: Sequence[str]) -> list[str]:
+    """The options that repeat a run that was resumed, which has the result of one that was not."""
+    kept, value = [], 0
+    for word in arguments:
+        name, equals, _ = word.replace("_", "-").partition("=")
+        if name in ("--resume", "--resume-from-checkpoint"):
+            value = 0 if equals else 1
+        elif value and not word.startswith("-"):
+            value = 0
+        else:
+            kept.append(word)
+            value = 0
+    return kept
 
 
 def train(
@@ -91,7 +106,12 @@ def train(
     if settings.task in PROMPTS:
         settings = with_training_length(settings, training, dataset.longest, requested)
     if not settings.of_symbols:
-        print(f"Training at {settings.length} tokens.")
+        guess = (
+            ""
+            if requested or length_before or settings.task in PROMPTS
+            else (f": the config of {settings.model} names no training length; --training-length sets another")
+        )
+        print(f"Training at {settings.length:,} tokens{guess}.")
     model.config.training_length = settings.length
     if settings.of_symbols:
         task = dataset.strings if settings.task_row_length else dataset
@@ -166,7 +186,11 @@ def _model(settings: RunArguments, needs_states: bool) -> Any:
     """The model to train, new or loaded, with a new adapter if `lora_r` is set."""
     if not settings.from_scratch:
         how: dict[str, Any] = {"needs_states": needs_states, "attention_window": settings.attention_window}
-        model = load_model(settings.model, settings.trust_remote_code, **how)
+        try:
+            model = load_model(settings.model, settings.trust_remote_code, **how)
+        except NoInitialState as error:
+            advice = "Plain training and output alignment (--intervention none) take any type."
+            raise ValueError(f"{error} {advice}") from error
         return model if settings.lora_r is None else _with_adapter(model, settings)
     model = _new_model(settings.model, settings.trust_remote_code)
     if settings.mimetic:
@@ -287,6 +311,20 @@ def _held_out(settings: RunArguments) -> list[str]:
     return [word for option in changed.items() for word in option]
 
 
+def _trained_on(settings: RunArguments) -> str:
+    """A line if the text that `lengthgen evaluate` would read is that of the training."""
+    of_text = not settings.of_symbols and settings.task not in ("passkey", "examples")
+    if not of_text or settings.eval_data is not None or settings.eval_split is not None:
+        return ""
+    evaluated = chosen_split(settings.data, None, "validation")
+    if evaluated != settings.chosen_split.partition("[")[0]:
+        return ""
+    return (
+        "\nIt was trained on this text: for the loss on unseen text, give other text with --data, or train on a "
+        "folder with train.txt and validation.txt."
+    )
+
+
 def _next_step(
     settings: RunArguments, training: InitialStateConfig, text: Sequence[str] = (), has_states: bool = True
 ) -> str:
@@ -307,4 +345,4 @@ def _next_step(
     check = [["lengthgen", "verify", output]] if has_states and not _state_alone(training) else []
     if holds_adapter(output):
         check = [["lengthgen", "merge", output, "--output", f"{output}-merged"]]
-    return f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*check, command]))}"
+    return f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*check, command]))}{_trained_on(settings)}"

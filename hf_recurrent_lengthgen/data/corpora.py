@@ -15,6 +15,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hf_recurrent_lengthgen.hub_access import is_out_of_reach
+
 if TYPE_CHECKING:
     import datasets  # takes most of a second
 
@@ -193,6 +195,15 @@ def _files_of_splits(path_or_name: str | Path) -> dict[str, list[str]]:
         is_local = is_pattern or path.is_absolute() or str(path_or_name).startswith(".")
         if is_local or path.suffix in _BUILDER_OF_SUFFIX:
             raise ValueError(f"there is no file or folder {path}; give an existing one, or the name of a Hub dataset")
+        from datasets import config
+
+        name = str(path_or_name)
+        prepared = Path(config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()
+        if not prepared and is_out_of_reach("datasets", name):
+            raise ValueError(
+                f"there is no file or folder {path}, no dataset of this name in the cache, and the Hub cannot be "
+                "reached; give an existing file or folder, or connect to the network"
+            )
         return {}
     if (path / "state.json").is_file():  # written by `save_to_disk`
         return {"train": sorted(map(str, path.glob("*.arrow")))}

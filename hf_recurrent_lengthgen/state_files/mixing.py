@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen.models.state_value import RecurrentState, layer_stat
 from hf_recurrent_lengthgen.state_files.text_state import TextState
 from hf_recurrent_lengthgen.state_files.transitions import is_matrix, moved_on
 
-Orders = Literal["given", "cyclic", "all"]
+Orders = Literal["listed", "cyclic", "all"]
 
 
 def mix_states(states: Sequence[RecurrentState], weights: Sequence[float] | None = None) -> RecurrentState:
@@ -44,13 +44,13 @@ def mix_states(states: Sequence[RecurrentState], weights: Sequence[float] | None
     return tuple(layer_state(torch.tensordot(x.new_tensor(weights), x, 1) for x in layer) for layer in layers)
 
 
-def compose(written: Sequence[Tensor], transitions: Sequence[Tensor], orders: Orders = "given") -> Tensor:
+def compose(written: Sequence[Tensor], transitions: Sequence[Tensor], orders: Orders = "listed") -> Tensor:
     """The recurrent part of a layer after several texts, from zero (PICASO, Liu et al., 2025, arXiv:2502.17605).
 
     Args:
         written: x(u) of each text, the recurrent part after it from zero, (B, ...).
         transitions: A(u) of each, as in transitions.py.
-        orders: "given" is CASO (Proposition 1). The mean over the n rotations, "cyclic", is PICASO-R, that over "all"
+        orders: "listed" is CASO (Proposition 1). The mean over the n rotations, "cyclic", is PICASO-R, that over "all"
             orders PICASO-S, for transitions that commute: decays.
     """
     count, zero = len(written), torch.zeros_like(written[0])
@@ -79,7 +79,7 @@ def mix_text_states(
 
     Its position is the number of tokens in all texts, its prefix unknown; metadata["mixed"] says of what it is.
     `weights` are as in `mix_states`. `orders`, as in `compose`, require texts read with transitions; the convolution
-    part is that of the last text, of several orders the mean, and the "given" order has transitions, too.
+    part is that of the last text, of several orders the mean, and the "listed" order has transitions, too.
 
     Raises:
         ValueError: as `mix_states` and `compose`, and for text states of different origins, or with keys and values.
@@ -99,7 +99,7 @@ def mix_text_states(
             raise ValueError("Texts read without transitions cannot be composed: read them with these, or mix them.")
         for i, layer in enumerate(state):
             written, moves = zip(*((one.state[i].recurrent, one.transitions[i]) for one in text_states), strict=True)
-            if orders == "given":
+            if orders == "listed":
                 layer, transitions[i] = text_states[-1].state[i], reduce(moved_on, moves)
             state[i] = layer._replace(recurrent=compose(written, moves, orders))
     parts: list[Any] = [{**one.metadata, "position": one.position, "prefix_sha256": one.prefix} for one in text_states]

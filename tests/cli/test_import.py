@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hf_recurrent_lengthgen import hub_access
 from hf_recurrent_lengthgen.checkpoints import loading
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.metrics.parts import PARTS, register_metric
@@ -91,8 +92,8 @@ def test_a_folder_that_does_not_exist_fails_at_once_without_network(
     def unknown(*_: Any) -> None:
         raise socket.gaierror("Name or service not known")
 
-    monkeypatch.setattr(loading, "getproxies", dict)
-    monkeypatch.setattr(loading.socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(hub_access, "getproxies", dict)
+    monkeypatch.setattr(hub_access.socket, "getaddrinfo", unknown)
     assert measured("evaluate", text_file, tmp_path / "out", name) == 1
     said = capsys.readouterr().err
     assert f"{name} is no folder here" in said

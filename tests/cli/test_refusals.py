@@ -16,7 +16,7 @@ ROLES = "--roles must name one of base, intervention, control, other for each of
 
 REFUSED = [
     (f"{EVALUATE} --length 8", "--length is 8, but must be above the training length, 8"),
-    (f"{EVALUATE} --length 100000", "3 sequences of 100001 tokens need 300003"),
+    (f"{EVALUATE} --length 100000", "3 sequences of 100,000 tokens take 300,003"),
     (f"{EVALUATE} --data nowhere.txt", "no file or folder nowhere.txt"),
     (f"{EVALUATE} --text-column body", "no column 'body'"),
     (f"{EVALUATE} --output {{file}}", "File exists"),

@@ -65,7 +65,7 @@ def test_models_are_compared_and_finished_cells_kept(
         raise AssertionError("read again")
 
     monkeypatch.setattr(retrieval, "greedy_hits", refuse)
-    monkeypatch.setattr(retrieve, "_write", lambda *_: tmp_path)
+    monkeypatch.setattr(retrieve, "_write", lambda *_: [tmp_path])
     assert main([*arguments, "--output", str(output)]) == 0
     with pytest.raises(AssertionError, match="read again"):
         main([*arguments, "--output", str(output), "--no-cache"])

@@ -218,7 +218,9 @@ def test_a_learned_state_is_saved_alone(
     assert torch.equal(load_model(str(out)).generate(**prompt), expected)
     measured = [str(tmp_path / "cache"), str(tmp_path / "evaluation")]
     options = ["--length", "24", "--sequences", "2", "--cache", measured[0], "--output", measured[1]]
-    assert main([*shlex.split(saved.partition("Next: lengthgen ")[2]), *options]) == 0
+    command, remark = saved.partition("Next: lengthgen ")[2].split("\n", 1)
+    assert remark.startswith("It was trained on this text: ")
+    assert main([*shlex.split(command), *options]) == 0
     base, learned = read_result(tmp_path / "evaluation" / "result.json", Comparison).models
     assert base.evaluation.weights != learned.evaluation.weights
     assert base.evaluation.in_window.loss != learned.evaluation.in_window.loss

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_model, load_tokenizer
+from hf_recurrent_lengthgen.checkpoints.loading import NoInitialState, load_language_model, load_model, load_tokenizer
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.recipes import RECIPES
@@ -55,7 +55,7 @@ def test_a_llama_trains_on_the_loss_of_the_equation(
     assert not torch.equal(trained.lm_head.weight.double(), model.lm_head.weight)
     assert trained_config(out)["training_length"] == T
     assert f"Saved to {out}. Next: lengthgen evaluate {llama} {out}" in shown
-    with pytest.raises(ValueError, match=r"'llama', which accepts no initial state.* --intervention none"):
+    with pytest.raises(NoInitialState, match=r"'llama', which accepts no initial state"):
         load_model(str(out))
 
 

@@ -10,7 +10,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from hf_recurrent_lengthgen.data import Corpus, load_texts, split_names, standard_library_corpus
+from hf_recurrent_lengthgen.data import Corpus, corpora, load_texts, split_names, standard_library_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +213,12 @@ def test_missing_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ValueError, match="no file or folder"):
             load_texts(missing)
     assert not requested  # the Hub, which retries for long without a network
+    monkeypatch.setattr(corpora, "is_out_of_reach", lambda *_: True)
+    assert split_names("nothing") == []
+    with pytest.raises(ValueError, match=r"no file or folder nothing, no dataset .* the Hub cannot be reached"):
+        load_texts("nothing")
+    assert not requested
+    monkeypatch.setattr(corpora, "is_out_of_reach", lambda *_: False)
     assert split_names("nobody/nothing") == ["train"]
     with pytest.raises(ValueError, match="cannot read split 'train' of 'nobody/nothing'"):
         load_texts("nobody/nothing")

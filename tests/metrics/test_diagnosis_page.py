@@ -105,7 +105,7 @@ def test_every_number_is_in_the_table(page: str) -> None:
     for numbers in (
         "+1.400 +1.390 to +1.410 +0.020 +0.010 to +0.030",
         "Heads that drift 3 of 8, layer 1, head 2 the furthest none of 8",
-        "Share of the excess loss from these heads 97% not measured",
+        "Share of the excess loss from heads that drift 97% not measured",
         "Effective Remembrance 0.200 (0.190 to 0.210) 0.030 (0.020 to 0.040)",
         "Constant prompt fails at 32 tokens passes",
     ):
@@ -231,7 +231,7 @@ def test_the_page_of_a_large_model_stays_small() -> None:
 def test_paths_are_written_once_and_named_by_their_ends() -> None:
     models = diagnosed("base", "/data/run 7/base", 1.0), diagnosed("intervention", "/data/run 7/intervention", 0.0)
     page = diagnosis_page(Diagnosis("t", models))
-    assert "Base fails beyond 64 tokens. Intervention restores length generalization" in Reader(page).text.replace(
+    assert "base fails beyond 64 tokens. intervention restores length generalization" in Reader(page).text.replace(
         "  ", " "
     )
     assert "Models base: /data/run 7/base; intervention: /data/run 7/intervention Command" in Reader(page).text

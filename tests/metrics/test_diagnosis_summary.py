@@ -59,10 +59,13 @@ GROUPS = states({(0, 1): 1234.5, (0, 2): 3.0}, unit="channel group")
         (drift_text(states_of(PASSED)), ("None of 8 heads", "layer 0, head 0", "0.3 standard deviations")),
         (drift_text(ONE), ("1 of 8 heads drifts.",)),
         (drift_text(GROUPS), ("2 of 8 channel groups drift.", "layer 0, channel group 1", "1,234 standard")),
-        (drift_text(of_states(sequences=3)), ("3 texts are too few", "47.3 standard deviations")),
+        (drift_text(of_states(sequences=3)), ("3 sequences are too few", "47.3 standard deviations")),
         (patching_text(states_of(BASE), "byte"), ("1,016 tokens", "+1.000 (+0.990 to +1.010) nats per byte")),
         (patching_text(states_of(BASE), "byte"), ("last 8 tokens", "drift 97%, all other heads none shown")),
-        (patching_text(states_of(BASE), "byte"), ("Of 3 heads", "layer 0, head 3 has the largest effect", "120%")),
+        (
+            patching_text(states_of(BASE), "byte"),
+            ("Of 3 heads", "layer 0, head 3 has the largest effect", "brings all of"),
+        ),
         (patching_text(states({(0, 0): 9.0}, others=0.3), "byte"), ("all other heads 30%",)),
         (patching_text(states({(0, 0): 9.0}, harm=0.005), "byte"), ("+0.005 (\N{MINUS SIGN}0.005", "None is shown")),
         (patching_text(hybrid(), "byte"), ("heads that drift 97%, all other heads none shown, keys and values 10%",)),
@@ -80,7 +83,7 @@ GROUPS = states({(0, 1): 1234.5, (0, 2): 3.0}, unit="channel group")
         (reason(states({(1, 2): 9.0}, restored=0.0)), ("not shown to remove any of the excess loss",)),
         (reason(states({(1, 2): 9.0}, harm=0.0), 0.0), ("layer 1, head 2), without excess loss",)),
         (reason(of_states(patching=None)), ("layer 1, head 2 the furthest).",)),
-        (reason(of_states(sequences=3)), ("3 texts are too few",)),
+        (reason(of_states(sequences=3)), ("3 sequences are too few",)),
         (
             reason(hybrid()),
             (
@@ -101,8 +104,8 @@ def test_the_summary_has_the_verdict_and_the_reason_of_each_model() -> None:
     reported = verdicts(expected())
     assert diagnosis_summary(expected()) == " ".join(part for verdict in reported for part in verdict)
     assert [verdict.headline for verdict in reported] == [
-        "Base fails beyond 64 tokens.",
-        "Sp restores length generalization to 1,024 tokens.",
+        "base fails beyond 64 tokens.",
+        "sp restores length generalization to 1,024 tokens.",
     ]
     assert [part in reported[0].reason for part in ("layers 0 and 1", "3 of its 8", "97%")] == [True] * 3
     model = without_parts(diagnosed("other", "llama", 1.4), "It has no state.")
@@ -121,9 +124,9 @@ def test_the_facts_have_the_numbers_of_all_parts() -> None:
     assert all(value.startswith(start) for value, start in zip(base.values(), values, strict=True)), base
     assert [intervention["Heads that drift"], intervention["Constant prompt"]] == ["none of 8", "passes"]
     few = replace(states({}), sequences=3)
-    assert facts(diagnosed("base", "b", 1.4, few))["Heads that drift"] == "unknown from 3 texts"
+    assert facts(diagnosed("base", "b", 1.4, few))["Heads that drift"] == "unknown from 3 sequences"
     assert facts(diagnosed("base", "b", 1.4, states({(1, 2): 9.0}, restored=0.0)))[
-        "Share of the excess loss from these heads"
+        "Share of the excess loss from heads that drift"
     ] == ("none shown")
     of_hybrid = facts(diagnosed("base", "hybrid", 1.4, hybrid()))
     assert [value for name, value in of_hybrid.items() if name.startswith("Excess ")] == [

@@ -10,7 +10,7 @@ from hf_recurrent_lengthgen.evaluation.formatting import interval_text
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
 from hf_recurrent_lengthgen.metrics.context_harm.summary import findings, status
-from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import Step, next_steps
+from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import Recipe, Step, next_steps
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from tests.cli.training import parser_of
 from tests.metrics.conftest import compared
@@ -33,14 +33,13 @@ def test_a_finding_names_its_numbers(demo: Comparison) -> None:
     for numbers in (
         "1% of that of base",
         "minus that of base is +0.030",
-        "still uses",
-        "position 4 minus that around 15",
-        "0.250",
+        "more context lowers its loss: around position 4, it is +0.250",
+        "above that around 15.",
     ):
         assert numbers in intervention
     assert "86% of that of base" in control
     useless = findings(Comparison("", (compared("intervention", "sp", 0.0, context_use=0.005),)))[0]
-    assert "is not shown to use its context" in useless.detail
+    assert "more context is not shown to lower its loss" in useless.detail
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,10 @@ def test_a_finding_names_its_numbers(demo: Comparison) -> None:
     ],
 )
 def test_the_status_needs_the_whole_interval_on_one_side(harm: float, width: float | None, expected: str) -> None:
-    assert status(compared("base", "base", harm, width).evaluation) == expected
+    evaluation = compared("base", "base", harm, width).evaluation
+    assert status(evaluation) == expected
+    short = replace(evaluation, evaluated_length=2 * evaluation.training_length - 1)
+    assert status(short) == {"generalizes": "inconclusive"}.get(expected, expected)
 
 
 BREAKS, HOLDS, BARELY = compared("base", "a", 1.4), compared("base", "a", 0.01), compared("base", "a", 0.06, 0.005)
@@ -118,9 +120,9 @@ OPTIONS = {"data": "my text.txt", "length": 512, "sequences": 8}
 DATA = " --data 'my text.txt'"
 
 
-def step(*models: DiagnosedModel, **options: Any) -> Step:
+def step(*models: DiagnosedModel, recipe: Recipe | None = None, **options: Any) -> Step:
     paths = [f"folder/{model.evaluation.model.partition(' ')[0]}" for model in models]
-    (found,) = next_steps(Diagnosis("", models), paths, OPTIONS | options)
+    (found,) = next_steps(Diagnosis("", models), paths, OPTIONS | options, [recipe] * len(models))
     for command in found.commands:
         program, name, *words = shlex.split(command)
         assert program == "lengthgen"
@@ -145,6 +147,21 @@ def test_an_intervention_that_is_not_enough_goes_on_and_one_that_holds_is_read_f
     assert found.commands == (f"lengthgen evaluate folder/b --length 4096{DATA}",)
     found = step(diagnosed("other", "b", 0.05, width=0.04))
     assert found.commands == (f"lengthgen diagnose folder/b --sequences 128{DATA} --length 512",)
+    model = diagnosed("other", "b", 0.0)
+    short = replace(model, evaluation=replace(model.evaluation, evaluated_length=17))
+    assert step(short).commands == (f"lengthgen diagnose folder/b --length 64{DATA}",)
+
+
+def test_a_training_goes_by_the_one_before_it() -> None:
+    recipe = Recipe(learning_rate=0.003, sequences=16)
+    (base, _), (again, measure) = (
+        step(diagnosed(role, name, 1.4, states({(1, 2): 47.3})), recipe=recipe).commands
+        for role, name in (("base", "a"), ("intervention", "a-state-passing-2"))
+    )
+    assert "--learning-rate 0.0003 --per-device-train-batch-size 16 --output a-state-passing " in base
+    assert "--max-steps 400 --learning-rate 0.003" in again
+    assert "--output a-state-passing-3 " in again
+    assert "folder/a-state-passing-2 a-state-passing-3 " in measure
 
 
 def test_harm_of_attention_is_not_said_to_be_fixed_by_states() -> None:

@@ -166,7 +166,7 @@ def test_texts_a_little_beyond_training_are_patched_with_what_they_have(beyond: 
 def test_few_texts_are_reported_to_measure_no_drift() -> None:
     found = diagnose_states(one_head_keeps_all(), random_tokens(3, LENGTH + 1), T, QUIET, patched_heads=0)
     assert found.left_out == (
-        "Drift of heads was not measured: 3 texts cannot tell it from differences between texts; 4 or more texts can.",
+        "Drift of heads was not measured: 3 sequences cannot tell it from differences between texts; 4 or more can.",
     )
     assert found.drifting == ()
     assert found.ranking[0].late_distance > 5

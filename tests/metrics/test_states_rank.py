@@ -128,7 +128,7 @@ def test_the_mean_is_over_texts_and_of_a_large_model_over_the_first(monkeypatch:
     monkeypatch.setattr(trajectory, "RANKED_MATRICES", 17)  # 8 heads: two texts
     few = ranks()
     assert [found.entropy[-1] for found in few.ranks[4:]] == pytest.approx(entropy[:2].mean(0), rel=1e-3)
-    assert few.left_out == ("Effective rank was measured in the first 2 of 4 texts: the model has many heads.",)
+    assert few.left_out == ("Effective rank was measured in the first 2 of 4 sequences: the model has many heads.",)
     monkeypatch.setattr(trajectory, "RANKED_MATRICES", 1)
     assert [found.entropy[-1] for found in ranks().ranks[4:]] == pytest.approx(entropy[0], rel=1e-3)
 

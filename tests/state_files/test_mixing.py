@@ -115,7 +115,7 @@ def test_orders_are_all_orders(count: int, shape: tuple[int, ...]) -> None:
 
     every = list(permutations(range(count)))
     rotations = [tuple((first + i) % count for i in range(count)) for first in range(count)]
-    for orders, expected in (("given", every[:1]), ("cyclic", rotations), ("all", every)):
+    for orders, expected in (("listed", every[:1]), ("cyclic", rotations), ("all", every)):
         if orders == "all" and shape[2] > 1:
             continue  # refused, below
         mean = torch.stack([folded(order) for order in expected]).mean(0)
@@ -143,7 +143,7 @@ def test_composed_documents_are_those_read_one_after_another(family: Family) -> 
         for i in order:
             with torch.no_grad():
                 after = model(documents[i], initial_state=zero_conv(after)).final_state
-        composed = mix_text_states([states[i] for i in order], orders="given").state
+        composed = mix_text_states([states[i] for i in order], orders="listed").state
         if family in (RWKV5, RWKV6, RWKV7):  # the shift of their channel mixing takes outputs of the layer
             composed, after = (
                 tuple(layer._replace(conv=layer.conv.chunk(2, dim=1)[0]) for layer in state)
@@ -157,7 +157,7 @@ def test_composed_documents_are_those_read_one_after_another(family: Family) -> 
 def test_without_convolution_a_composition_is_the_concatenation_and_can_be_continued(family: Family) -> None:
     model = exact(family, **ONE_LAYER, **({} if family is GLA else {"use_short_conv": False}))
     states, whole = read_all(model, texts()), read_text(model, torch.cat(texts(), dim=1), transitions=True)
-    composed = mix_text_states([mix_text_states(states[:2], orders="given"), *states[2:]], orders="given")
+    composed = mix_text_states([mix_text_states(states[:2], orders="listed"), *states[2:]], orders="listed")
     assert_close(composed.state, whole.state)
     assert composed.position == whole.position == sum(LENGTHS)
     torch.testing.assert_close(composed.transitions, dict(whole.transitions), rtol=1e-9, atol=1e-11)
@@ -172,14 +172,14 @@ def test_decays_of_zero_are_exact() -> None:
         model.backbone.layers[0].mixer.A_log.fill_(50.0)  # exp(-e^50 Δ) is 0
     states = read_all(model, texts())
     assert all(float(one.transitions[0].abs().max()) == 0 for one in states)
-    assert_close(mix_text_states(states, orders="given").state, states[-1].state)
+    assert_close(mix_text_states(states, orders="listed").state, states[-1].state)
     assert_close(mix_text_states(states, orders="all").state, mix_text_states(states).state)
 
 
 def test_upper_layers_are_approximated_and_the_first_is_not() -> None:
     model = exact(GLA, num_hidden_layers=2)
     states, whole = read_all(model, texts()), read_text(model, torch.cat(texts(), dim=1))
-    first, second = mix_text_states(states, orders="given").state
+    first, second = mix_text_states(states, orders="listed").state
     torch.testing.assert_close(first.recurrent, whole.state[0].recurrent, rtol=1e-9, atol=1e-11)
     assert not torch.allclose(second.recurrent, whole.state[1].recurrent, rtol=1e-3, atol=1e-3)
 
@@ -245,7 +245,7 @@ def test_text_states_that_do_not_belong_together_are_refused() -> None:
         mix_text_states([one, replace(one, origin=replace(one.origin, tokenizer="another"))])
     assert mix_text_states([one, read_text(model, tokens)]).position == 18  # an unknown tokenizer fits
     with pytest.raises(ValueError, match="without transitions cannot be composed"):
-        mix_text_states([one, one], orders="given")
+        mix_text_states([one, one], orders="listed")
     with pytest.raises(ValueError, match="Give either weights, or orders"):
         mix_text_states([one, one], [1, 1], orders="all")
     with pytest.raises(ValueError, match="got None and 'any'"):

@@ -84,7 +84,7 @@ def test_resuming_from_any_step_equals_the_whole_run(
 
 def test_the_newest_checkpoint_is_taken_and_none_is_an_error(whole_run: tuple[Path, Outcome], tmp_path: Path) -> None:
     output_dir, whole = whole_run
-    with pytest.raises(ValueError, match=r"no complete checkpoint in .*train without resume_from_checkpoint"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint in .*leave out --resume, or resume_from_checkpoint"):
         toys.resumable_trainer(tmp_path).train(resume_from_checkpoint=True)
     for step in (2, 6):
         shutil.copytree(output_dir / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")

@@ -180,7 +180,10 @@ def checkpoint_to_resume(requested: str | os.PathLike[str] | Literal[True], outp
             )
         return os.fspath(requested)
     if newest is None:
-        raise ValueError(f"There is no complete checkpoint in {output_dir}: train without resume_from_checkpoint.")
+        raise ValueError(
+            f"There is no complete checkpoint in {output_dir} to resume from: leave out --resume, or "
+            "resume_from_checkpoint in Python."
+        )
     return os.fspath(newest)
 
 

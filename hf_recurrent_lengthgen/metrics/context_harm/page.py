@@ -77,7 +77,7 @@ def evaluation_rows(models: Sequence[Any]) -> list[Row]:
         ),
         Row(
             f"Excess loss above {first.harm.threshold:g} from",
-            "first bin shown to be above it, tokens; with more texts, an earlier bin may be shown",
+            "first bin shown to be above it, tokens; with more sequences, an earlier bin may be shown",
             lambda model: model.evaluation.harm.onset,
         ),
         Row(
@@ -116,9 +116,10 @@ def definitions(evaluation: EvaluationResult) -> str:
         f"{'' if unit == 'token' else f'A token is a {unit} here. '}"
         f"Intervals are {evaluation.confidence:.0%} t-intervals over {evaluation.sequences} sequences, paired for "
         "differences. A model fails if the interval of its excess loss from context in the last doubling of the "
-        f"position is above {evaluation.harm.threshold:g}, generalizes if it is at or below, and is inconclusive "
-        "otherwise. The first bin above a limit is named with this confidence for all bins together; the band in a "
-        "figure is for each bin alone, so it may leave the limit earlier. Other or more texts may name another bin. "
+        f"position is above {evaluation.harm.threshold:g}, generalizes if it is at or below and the sequences have at "
+        "least two training lengths, and is inconclusive otherwise. The first bin above a limit is named with this "
+        "confidence for all bins together; the band in a figure is for each bin alone, so it may leave the limit "
+        "earlier, and other sequences may name another bin. "
         "Definition 3.2 is from Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), applied to logarithmic position bins: "
         f"after the best bin inside the training length (for {evaluation.model}: positions {start:,} to {stop:,}), "
         "perplexity must not rise by more than the tolerance. It cannot distinguish a model that gets worse from "

@@ -27,14 +27,19 @@ def status(evaluation: EvaluationResult) -> Status:
     """Whether a model generalizes to the end of the evaluated positions.
 
     "fails" if the interval of the excess loss over the last range is above the threshold, "generalizes" if it is at or
-    below, "inconclusive" if it contains the threshold or there is no interval.
+    below with sequences of at least two training lengths, else "inconclusive".
     """
     harm = evaluation.harm
     if harm.last.low is None or harm.last.high is None:
         return "inconclusive"
     if harm.last.low > harm.threshold:
         return "fails"
-    return "generalizes" if harm.last.high <= harm.threshold else "inconclusive"
+    return "generalizes" if harm.last.high <= harm.threshold and not too_short(evaluation) else "inconclusive"
+
+
+def too_short(evaluation: EvaluationResult) -> bool:
+    """Whether the texts are too short to show that a model generalizes: less than two training lengths."""
+    return evaluation.evaluated_length < 2 * evaluation.training_length
 
 
 def findings(comparison: Comparison) -> list[Finding]:
@@ -54,7 +59,8 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
     evaluation, harm = model.evaluation, model.evaluation.harm
     verdict, name, length = status(evaluation), evaluation.model, f"{evaluation.evaluated_length:,} tokens"
     onset = "" if harm.harmful_from is None else f"{harm.harmful_from:,} tokens"
-    remark = ", one sequence gives no interval" if harm.last.low is None else ""
+    short = ", less than two training lengths" if too_short(evaluation) else ""
+    remark = ", one sequence gives no interval" if harm.last.low is None else short
     headline = {
         "generalizes": f"{name} generalizes to {length}",
         "fails": f"{name} fails beyond {onset}" if onset else f"{name} fails within {length}",
@@ -79,16 +85,15 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
     if base is not None and model.role == "intervention":
         cost = number_text(evaluation.in_window.loss.mean - base.evaluation.in_window.loss.mean, "+.3f")
         details.append(f"Inside the training length, its loss minus that of {base.evaluation.model} is {cost}.")
-    if model.role == "intervention":
-        details.append(_use(evaluation))
-    return Finding(model, verdict, headline, " ".join(details))
+    return Finding(model, verdict, headline, " ".join([*details, _use(evaluation)]))
 
 
 def _use(evaluation: EvaluationResult) -> str:
     window = evaluation.in_window
     early, late = (sum(band) // 2 for band in (window.early_band, window.late_band))
     shown = window.context_use.low is not None and window.context_use.low > 0
+    effect = "lowers its loss" if shown else "is not shown to lower its loss"
     return (
-        f"It {'still uses' if shown else 'is not shown to use'} its context: the loss around position {early:,} minus "
-        f"that around {late:,} is {interval_text(window.context_use, sign=True)}."
+        f"Inside the training length, more context {effect}: "
+        f"around position {early:,}, it is {interval_text(window.context_use, sign=True)} above that around {late:,}."
     )

@@ -1,10 +1,11 @@
 """What to do after a diagnosis, as commands that follow from its results."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hf_recurrent_lengthgen.metrics.context_harm.summary import findings
+from hf_recurrent_lengthgen.metrics.context_harm.summary import findings, too_short
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 
@@ -23,12 +24,20 @@ class Step(NamedTuple):
     commands: tuple[str, ...]
 
 
+class Recipe(NamedTuple):
+    """The learning rate (its peak) of a training, and the sequences of a step."""
+
+    learning_rate: float
+    sequences: int
+
+
 class Measured(NamedTuple):
-    """A diagnosed model, its folder or Hub name, and the `SHARED` options of the diagnosis."""
+    """A diagnosed model, its folder or Hub name, the `SHARED` options of the diagnosis, and its last training."""
 
     model: DiagnosedModel
     path: str
     options: dict[str, str]
+    recipe: Recipe | None
 
     @property
     def label(self) -> str:
@@ -41,17 +50,26 @@ class Measured(NamedTuple):
         return shlex.join(["lengthgen", name, *(["--model"] * (name == "train")), self.path, *words, *shared])
 
 
-def next_steps(diagnosis: Diagnosis, paths: Sequence[str], options: Mapping[str, object]) -> list[Step]:
+def next_steps(
+    diagnosis: Diagnosis,
+    paths: Sequence[str],
+    options: Mapping[str, object],
+    recipes: Sequence[Recipe | None] | None = None,
+) -> list[Step]:
     """A step for the first model that fails, unless one after state passing generalizes, else for an inconclusive one.
 
-    `paths` are the folders or Hub names of the models, `options` the parsed options of `lengthgen diagnose`.
+    `paths` are the folders or Hub names of the models, `options` the parsed options of `lengthgen diagnose`, `recipes`
+    the last trainings of the models, as far as they are known.
     """
     shared = {name: str(options[name]) for name in SHARED if options.get(name) is not None}
     judged = []
-    for model, path, finding in zip(diagnosis.models, paths, findings(diagnosis.comparison), strict=True):
+    known = recipes or [None] * len(paths)
+    for model, path, finding, recipe in zip(
+        diagnosis.models, paths, findings(diagnosis.comparison), known, strict=True
+    ):
         window = str(model.evaluation.attention_window or "none")  # one of several
         options_of_one = shared | ({"attention_window": window} if "attention_window" in shared else {})
-        judged.append((Measured(model, path, options_of_one), finding.status))
+        judged.append((Measured(model, path, options_of_one, recipe), finding.status))
     general = [one for one, status in judged if status == "generalizes"]
     windowed = {one.path for one in general if one.model.evaluation.attention_window}  # with another window
     failing = [one for one, status in judged if status == "fails" and one.model.role != "control"]
@@ -60,18 +78,21 @@ def next_steps(diagnosis: Diagnosis, paths: Sequence[str], options: Mapping[str,
     if failing and not any(one.model.role == "intervention" for one in general):
         return [_after_failure((post_trained or failing)[-1 if post_trained else 0])]
     if inconclusive := [one for one, status in judged if status == "inconclusive"]:
-        count = str(MORE * max(inconclusive[0].model.evaluation.sequences, 8))
-        why = f"{inconclusive[0].label} is inconclusive: measure more texts"
-        return [Step(why, (inconclusive[0].command("diagnose", "--sequences", count),))]
+        evaluation = inconclusive[0].model.evaluation
+        more = "more", "--sequences", str(MORE * max(evaluation.sequences, 8))
+        if too_short(evaluation):
+            more = "longer", "--length", str(MORE * evaluation.training_length)
+        why = f"{inconclusive[0].label} is inconclusive: measure {more[0]} sequences"
+        return [Step(why, (inconclusive[0].command("diagnose", *more[1:]),))]
     if not general:
         return []
-    why = f"{general[-1].label} generalizes to the measured length: measure longer texts"
+    why = f"{general[-1].label} generalizes to the measured length: measure longer sequences"
     longer = str(MORE * general[-1].model.evaluation.evaluated_length)
     return [Step(why, (general[-1].command("evaluate", "--length", longer),))]
 
 
 def _after_failure(one: Measured) -> Step:
-    output, states = f"{one.path.rstrip('/').rpartition('/')[2]}-state-passing", one.model.part(StateDiagnosis)
+    output, states = _output(one.path), one.model.part(StateDiagnosis)
     apart = None if states is None else states.attention
     window = None if apart is None else apart.best_window(one.model.evaluation.training_length)
     if window is not None and one.model.evaluation.attention_window is None:
@@ -81,6 +102,7 @@ def _after_failure(one: Measured) -> Step:
         )
         return Step(why, (one.command("diagnose", "--attention-window", str(window)),))
     longer: tuple[str, ...] = ()
+    share = 0.1
     why = (
         f"{one.label} was not trained from states like those of long texts: train it with state passing, best with a "
         "tenth of the learning rate of its pre-training (--learning-rate)"
@@ -89,7 +111,18 @@ def _after_failure(one: Measured) -> Step:
         longer = ("--max-steps", str(MORE * STEPS))
         drifts = states is not None and states.drifting
         cause = f"the states of {one.label} still leave the training distribution" if drifts else f"{one.label} fails"
-        why = f"{cause}: train longer with state passing, at the learning rate of its first training (--learning-rate)"
+        why = f"{cause}: train longer with state passing, at the learning rate of its last training (--learning-rate)"
+        share = 1.0
+    if one.recipe is not None:
+        rate, sequences = f"{share * one.recipe.learning_rate:.3g}", str(one.recipe.sequences)
+        longer += ("--learning-rate", rate, "--per-device-train-batch-size", sequences)
     steps = ("--intervention", "state_passing", *longer, "--output", output)
     training = one.command("train", *steps, without=["length"])
     return Step(why, (training, one.command("diagnose", output, "--roles", "base,intervention")))
+
+
+def _output(path: str) -> str:
+    """ "NAME-state-passing" for a model, then "NAME-state-passing-2" and so on."""
+    name = path.rstrip("/").rpartition("/")[2]
+    before = re.fullmatch(r"(.+-state-passing)(?:-(\d+))?", name)
+    return f"{before[1]}-{int(before[2] or 1) + 1}" if before else f"{name}-state-passing"

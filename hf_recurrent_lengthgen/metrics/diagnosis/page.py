@@ -46,7 +46,7 @@ def verdicts(diagnosis: Diagnosis) -> list[Verdict]:
     verdicts = []
     for model, finding in zip(diagnosis.models, findings(diagnosis.comparison), strict=True):
         reason = "; ".join(why for part, result in _parts(model) if (why := part.reason(result, finding.status)))
-        verdicts.append(Verdict(sentence(finding.headline), sentence(reason) if reason else ""))
+        verdicts.append(Verdict(f"{finding.headline}.", sentence(reason) if reason else ""))
     return verdicts
 
 

@@ -218,14 +218,15 @@ def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: in
     reasons = []
     if sequences < FEWEST_SEQUENCES:
         reasons.append(
-            f"Drift of heads was not measured: {sequences} texts cannot tell it from differences between texts; "
-            f"{FEWEST_SEQUENCES} or more texts can."
+            f"Drift of heads was not measured: {sequences} sequences cannot tell it from differences between texts; "
+            f"{FEWEST_SEQUENCES} or more can."
         )
     ranks = [layer.ranks for layer in layers if layer.ranks is not None]
     if unranked := len(layers) - len(ranks):
         reasons.append(f"Effective rank was not measured in {unranked} of {len(layers)} layers: no matrices.")
-    if ranks and (few := ranks[0].shape[1]) < (texts := layers[0].recurrent.mean.shape[1]):  # type: ignore[union-attr]
-        reasons.append(f"Effective rank was measured in the first {few} of {texts} texts: the model has many heads.")
+    if ranks and (few := ranks[0].shape[1]) < (count := layers[0].recurrent.mean.shape[1]):  # type: ignore[union-attr]
+        which = f"the first {few} of {count} sequences"
+        reasons.append(f"Effective rank was measured in {which}: the model has many heads.")
     unread = sum(layer.inputs is None for layer in layers)
     if not unread:
         return reasons

@@ -58,7 +58,7 @@ def left_text(states: StateDiagnosis) -> str:
 def drift_text(states: StateDiagnosis) -> str:
     furthest, drifting, heads = states.ranking[0], states.drifting, _counted(states)
     if not states.names_heads:
-        which = f"{states.sequences} texts are too few to say which heads drift"
+        which = f"{states.sequences} sequences are too few to say which heads drift"
     elif drifting:
         which = f"{len(drifting):,} of {heads} drift{'s' * (len(drifting) == 1)}"
     else:
@@ -110,9 +110,11 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
 
 
 def harm_share_text(patching: HeadPatching, estimate: Estimate) -> str:
-    """ "97%", or "none shown"."""
+    """ "97%", "all" also for more, or "none shown"."""
     share = patching.share(estimate)
-    return f"{share:.0%}" if share is not None and _shown(estimate) else "none shown"
+    if share is None or not _shown(estimate):
+        return "none shown"
+    return "all" if share >= 1 else f"{share:.0%}"
 
 
 def _shown(estimate: Estimate) -> bool:
@@ -179,14 +181,14 @@ def rank_text(states: StateDiagnosis, _: str = "") -> str:
 def _facts(states: StateDiagnosis) -> dict[str, str]:
     drifting, total, harm = states.drifting, len(states.heads), states.attention
     furthest = f"{len(drifting):,} of {total:,}, {states.ranking[0].name} the furthest"
-    none = f"none of {total:,}" if states.names_heads else f"unknown from {states.sequences} texts"
+    none = f"none of {total:,}" if states.names_heads else f"unknown from {states.sequences} sequences"
     facts = {"Heads that drift": furthest if drifting else none}
     if ranks := states.ranks:
         inside, last = (fmean(rank.counted[place] for rank in ranks) for place in (states.last_inside, -1))
         facts["Effective rank"] = f"{inside:.3g}, at the end {last:.3g}, of {fmean(rank.most for rank in ranks):.3g}"
     group = _group_of(states, drifting)
     if states.patching is not None and states.patching.harmful and group is not None:
-        facts["Share of the excess loss from these heads"] = harm_share_text(states.patching, group.restored)
+        facts["Share of the excess loss from heads that drift"] = harm_share_text(states.patching, group.restored)
     if harm is not None:
         for name, values in (("states", harm.recurrent), ("attention", harm.attention)):
             facts[f"Excess loss from long {name} alone"] = f"{number_text(values[-1].mean, '+.3f')} nats"
@@ -210,7 +212,7 @@ def _reason(states: StateDiagnosis, status: Status) -> str:
 def _drift_reason(states: StateDiagnosis, status: Status) -> str:
     drifting, patching, group = states.drifting, states.patching, _group_of(states, states.drifting)
     if not states.names_heads:
-        return f"{states.sequences} texts are too few to say which heads drift"
+        return f"{states.sequences} sequences are too few to say which heads drift"
     if not drifting:
         return f"none of its {_counted(states)} drifts"
     one = len(drifting) == 1
@@ -234,12 +236,13 @@ def _definitions(results: Sequence[StateDiagnosis]) -> list[str]:
         "and those in the second half of the training length, in standard deviations of the latter. A head drifts if "
         "its mean distance over the last doubling of the position is above "
         f"{SMALLEST_DRIFT:g} and above the distances of training positions from each other, and if the interval over "
-        "texts shows that it rises."
+        "sequences shows that it rises."
     ]
     if any(states.ranks for states in results):
         sentences.append(
             "The effective rank of a state is the number of its singular values above 1/10,000 of the largest (Sun et "
-            "al., 2026, Eq. 6); by entropy, small ones hardly count. It is a mean over texts, and 0 for zeros."
+            "al., 2026, Eq. 6). The effective rank by entropy is exp of the entropy of the singular values divided by "
+            "their sum, to which small ones add little. Both are means over sequences, and 0 for a state of zeros."
         )
     if patching := next((states.patching for states in results if states.patching is not None), None):
         sentences.append(

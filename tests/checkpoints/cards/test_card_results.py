@@ -224,6 +224,6 @@ def test_a_diagnosis_is_shown_as_an_evaluation_and_more(work: Work, tmp_path: Pa
     assert row[0] in text
     assert "(results/diagnosis.json)" in text
     both = str(build_card(work.intervention, [tmp_path / "result.json", work.results]))
-    assert (both.count(row[0]), both.count("- Measured on 3 texts")) == (1, 1)
+    assert (both.count(row[0]), both.count("- Measured on 3 sequences")) == (1, 1)
     assert "Effective Remembrance: 0.250" in both.partition("### Diagnosis")[2]
     assert len(ModelCard(both).data.eval_results) == 3
