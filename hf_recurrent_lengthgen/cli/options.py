@@ -61,7 +61,15 @@ TYPES = {"attention_window": windows, "task_length": lengths}
 HELPS = {
     "output_dir": "folder for checkpoints and the trained model",
     "resume_from_checkpoint": "continue from this checkpoint, a folder checkpoint-N in --output",
-    "max_steps": "optimizer steps; -1: as many as --num-train-epochs takes",
+    "max_steps": "optimizer steps",
+    "num_train_epochs": "passes over the data, in place of --max-steps",
+    "learning_rate": "peak learning rate",
+    "lr_scheduler_type": "schedule of the learning rate, a name of transformers.SchedulerType",
+    "warmup_steps": "steps in which the learning rate rises from 0, or below 1 the share of all steps",
+    "bf16": "train in bfloat16 mixed precision",
+    "eval_strategy": "when to evaluate",
+    "save_strategy": "when to write a checkpoint",
+    "use_cpu": "train on the CPU, even with an accelerator",
 }
 """In place of what Transformers says, which does not hold here."""
 METAVARS = {"output_dir": "FOLDER", "resume_from_checkpoint": "FOLDER", "intervention": "NAME"}
@@ -206,6 +214,8 @@ def _help(name: str, flag: str, options: dict[str, Any]) -> str:
     text = text.replace("%(default)s", str(default))
     if name == "intervention":
         text += ", ".join(f"{key} ({INTERVENTIONS[key].about.title})" for key in options["choices"])
+    if name == "num_train_epochs":  # its default does not hold here
+        default = None
     if not (re.search("[Dd]efault|Required", text) or default is None or default is False):
         text = f"{text} (default: {default})"
     return f"{text} [{goes_with(name)}]" if goes_with(name) else text

@@ -157,9 +157,11 @@ class Evidence:
 
 
 def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Read the facts of a folder; a `ValueError` for adapters and damaged files, an `OSError` without a checkpoint."""
+    """Read the facts of a folder; a `ValueError` for adapters, damaged files and folders without a checkpoint."""
     path = Path(folder)
     refuse_adapter(path)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json: give the folder of a checkpoint.")
     verification, files = read_verification(path), verified_files(path)
     return Checkpoint(
         name=path.resolve().name,
