@@ -44,7 +44,7 @@ REFUSED = [
     (f"{PASSKEY} --task keys --data {{text}} --task-keys 99 --lengths 1k", "for 99 keys of 1 values"),
     (f"{NIAH} --lengths 1m", "does not repeat"),
     (f"{PASSKEY} --task babilong --task-files nowhere --data {{text}}", "nowhere has 0 files qa1_*_test.txt"),
-    ("card {out}", "No such file or directory"),
+    ("card {out}", "holds no config.json"),
     ("card {ours} --results {out}/none.json", "none.json cannot be read as a result file"),
     ("card {ours} --repo a/b/c", "Repo id must be in the form"),
 ]

@@ -254,7 +254,7 @@ def result_file(content: str) -> Callable[[Path], list[Path]]:
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "No such file .*config.json"),
+        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds an adapter .*lengthgen merge"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no model.*safetensors"),
         (result_file("{"), "cannot be read as a result file"),
