@@ -13,7 +13,8 @@ INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
 # Two single-threaded workers are faster than two that fight over the cores. A file goes to one of them, so that what its
 # tests share is made once.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-# `make test-all EACH=2` runs each second case of a slow test, and all of hybrids; the others are for kernels and releases.
+# `make test-all EACH=6` runs each sixth case of a slow test, and each second of hybrids; the others are for kernels and
+# releases.
 EACH := 1
 EACH_KERNEL := 1
 EACH_RELEASE := 3

@@ -90,7 +90,7 @@ def pytest_collection_finish() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "run every case of tests of three and more parameters, not only each pair of values once"
     parser.addoption("--every-case", action="store_true", help=text)
-    text = "run each N-th case of a test, and all of hybrids, whose stock code differs from release to release"
+    text = "run each N-th case of a test, and three times as many of hybrids, whose stock code differs by release"
     parser.addoption("--each", type=int, default=1, metavar="N", help=text)
 
 
@@ -119,10 +119,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_among_each(item: pytest.Item, step: int, places: Counter[str]) -> bool:
-    """Whether a case is the first of `step`; `places` counts those of its test."""
+    """Whether a case is the first of `step`, or of a third of it for hybrids; `places` counts those of its test."""
     name = item.nodeid.partition("[")[0]
     places[name] += 1
-    return (places[name] - 1) % step == 0 or "hybrids" in name
+    return (places[name] - 1) % (max(1, step // 3) if "hybrids" in name else step) == 0
 
 
 def keep(config: pytest.Config, items: list[pytest.Item], chosen: Callable[[pytest.Item], bool]) -> None:
