@@ -218,6 +218,12 @@ def read_lineage(folder: str | os.PathLike[str]) -> Lineage | None:
     return read_result(path, Lineage) if path.is_file() else None
 
 
+def trainings(folder: str | os.PathLike[str]) -> list[TrainingRun]:
+    """The trainings of a checkpoint folder, the last one last, as far as it has a lineage."""
+    lineage = read_lineage(folder)
+    return [step.training for step in lineage.steps if step.training] if lineage else []
+
+
 def write_lineage(folder: str | os.PathLike[str], lineage: Lineage) -> None:
     write_result(Path(folder) / LINEAGE_FILE, lineage)
 

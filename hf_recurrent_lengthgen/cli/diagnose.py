@@ -76,12 +76,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def _recipe(name: str) -> "Recipe | None":
     """The last training of a checkpoint, if its lineage has one."""
-    from hf_recurrent_lengthgen.checkpoints.records import read_lineage
+    from hf_recurrent_lengthgen.checkpoints.records import trainings
     from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import Recipe
 
-    lineage = read_lineage(name)
-    runs = [] if lineage is None else [step.training for step in lineage.steps if step.training]
-    return Recipe(runs[-1].settings[-1].learning_rate, runs[-1].rows_per_step) if runs else None
+    last = next(reversed(trainings(name)), None)
+    return None if last is None else Recipe(last.settings[-1].learning_rate, last.rows_per_step)
 
 
 def _repeated_token(tokenizer: Any, text: str | None) -> int | None:

@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer, with_window
-from hf_recurrent_lengthgen.checkpoints.records import read_lineage
+from hf_recurrent_lengthgen.checkpoints.records import trainings
 from hf_recurrent_lengthgen.cli.inputs import check_distinct, chosen_split, load_stream, sequences_of, token_unit
 from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, Role
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
 from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
@@ -77,7 +77,8 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
             label = model_label(short[name], with_window(model, window), window)
             method = methods[folder] + label.removeprefix(short[name]) if seed else ""
             subjects.append(Subject(name, label, role, model, window, method, seed))
-    seen = [subject.label for subject in subjects if stream.source in _training_data(subject.name)]
+    trained_on = {one.name: [replace(run.data, selection="") for run in trainings(one.name)] for one in subjects}
+    seen = [subject.label for subject in subjects if stream.source in trained_on[subject.name]]
     source = replace(stream.source, selection=f"training data of {', '.join(seen)}") if seen else stream.source
     data = DataRecord(source, token_unit=token_unit(tokenizer))
     return Inputs(subjects, tokenizer, training_length, array, data, cache)
@@ -147,19 +148,7 @@ def _training_length(names: list[str], models: list[Any]) -> int:
 
 def _length_of(name: str, model: Any) -> int | None:
     length: int | None = getattr(model.config, "training_length", None)
-    lineage = None if length is not None else read_lineage(name)
-    lengths = [step.training.training_length for step in lineage.steps if step.training] if lineage else []
-    return lengths[-1] if lengths else length
-
-
-def _training_data(name: str) -> list[DataSource]:
-    """The texts that a model was trained on, as far as its lineage knows them."""
-    lineage = read_lineage(name)
-    return (
-        []
-        if lineage is None
-        else [replace(step.training.data, selection="") for step in lineage.steps if step.training]
-    )
+    return next((run.training_length for run in reversed(trainings(name))), None) if length is None else length
 
 
 def model_label(name: str, model: Any, requested: str | None = None) -> str:

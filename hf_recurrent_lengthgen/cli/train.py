@@ -36,6 +36,7 @@ from hf_recurrent_lengthgen.trainers.checks import takes_states
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 from hf_recurrent_lengthgen.trainers.run.resume import checkpoints_of, newest_complete_checkpoint
 
+RESUME = ("--resume", "--resume-from-checkpoint")
 command_parser = RunParser
 
 
@@ -58,16 +59,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def _without_resume(arguments: Sequence[str]) -> list[str]:
     """The options that repeat a run that was resumed, which has the result of one that was not."""
-    kept, value = [], 0
+    kept, before = [], ""
     for word in arguments:
-        name, equals, _ = word.replace("_", "-").partition("=")
-        if name in ("--resume", "--resume-from-checkpoint"):
-            value = 0 if equals else 1
-        elif value and not word.startswith("-"):
-            value = 0
-        else:
-            kept.append(word)
-            value = 0
+        name = word.partition("=")[0].replace("_", "-")
+        dropped = name in RESUME or (before in RESUME and not word.startswith("-"))  # an option or its value
+        kept += [] if dropped else [word]
+        before = word.replace("_", "-")
     return kept
 
 
@@ -106,12 +103,9 @@ def train(
     if settings.task in PROMPTS:
         settings = with_training_length(settings, training, dataset.longest, requested)
     if not settings.of_symbols:
-        guess = (
-            ""
-            if requested or length_before or settings.task in PROMPTS
-            else (f": the config of {settings.model} names no training length; --training-length sets another")
-        )
-        print(f"Training at {settings.length:,} tokens{guess}.")
+        guessed = not (requested or length_before or settings.task in PROMPTS)
+        why = ", as its config names no training length (--training-length sets another)" * guessed
+        print(f"Training at {settings.length:,} tokens{why}.")
     model.config.training_length = settings.length
     if settings.of_symbols:
         task = dataset.strings if settings.task_row_length else dataset

@@ -119,7 +119,8 @@ def test_what_is_printed_is_short_and_its_commands_do_the_same(finished: Finishe
     assert [run.methods[0].name for run in (far, control) if run is not None] == ["tbtt", "none"]
     assert [run.steps for run in (far, control) if run is not None] == [2, 2]
     assert re.search(r"^Total: \d+ s\. Page with figures: .*index.html$", finished.printed, flags=re.MULTILINE)
-    assert len(finished.printed.splitlines()) < 80
+    assert re.search(r"^Data: Python .*\nbase.*\nstate-passing.*\ncontrol.*\n", finished.printed, flags=re.MULTILINE)
+    assert len(finished.printed.splitlines()) < 85
     again = stages[0][1].replace(f"--output {finished.output / 'base'}", f"--output {tmp_path / 'base'}")
     assert main(shlex.split(again)) == 0
     weights = [folder / "base" / "model.safetensors" for folder in (finished.output, tmp_path)]

@@ -49,12 +49,12 @@ def test_a_diagnosis_of_all_parts(
     assert isinstance(prompt, ConstantPrompt)
     assert prompt.token == 13  # ByT5's bytes begin at 3
     shown = capsys.readouterr().out
-    assert f"Diagnosing {checkpoint.name} on 3 texts of 64 bytes" in shown
+    assert f"Diagnosing {checkpoint.name} on 3 sequences of 64 bytes" in shown
     names = "Heads that drift", "Effective rank", "Effective Remembrance", "Misalignment", "Constant prompt"
     assert re.search(rf"model +{' +'.join(names)}\n", shown)
     rank = r"\d\S*, at the end \d\S*, of \d+"
     numbers = rf"{rank} +0\.\d+ \(.+\) +\d+\.\d+ \(.+\) nats +(passes|fails at)"
-    assert re.search(rf"{checkpoint.name} +unknown from 3 texts +{numbers}", shown)
+    assert re.search(rf"{checkpoint.name} +unknown from 3 sequences +{numbers}", shown)
     assert f"Report: {tmp_path / 'out' / 'index.html'}" in shown
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"index.html", "result.json", "context_harm.png", "context_harm.svg", "state_rank.png"} <= files

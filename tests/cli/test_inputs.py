@@ -24,8 +24,16 @@ from transformers import (
 )
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
-from hf_recurrent_lengthgen.cli.inputs import chosen_split, load_documents, load_stream, token_unit
+from hf_recurrent_lengthgen.cli.inputs import (
+    Stream,
+    chosen_split,
+    load_documents,
+    load_stream,
+    sequences_of,
+    token_unit,
+)
 from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM, StatefulMambaForCausalLM
 
 
@@ -170,6 +178,24 @@ def test_streams_say_where_they_come_from(tmp_path: Path) -> None:
     assert stream.source.description == "two.jsonl, split train"
     with pytest.raises(ValueError, match="no column 'text'"):
         load_stream(str(path), "train", byte_tokenizer())
+
+
+def test_a_text_that_is_too_short_names_options_that_fit() -> None:
+    stream = Stream(torch.arange(100), DataSource("a.txt", "train"))
+    assert sequences_of(stream, 3, 32).shape == (3, 33)
+    for count, length, trained, advice in (
+        (4, 32, 16, "--sequences 3 or --length 24."),
+        (4, 32, 24, "--sequences 3."),
+        (2, 100, 32, "--length 49."),
+        (4, 200, 24, "--sequences 1 --length 99."),
+        (4, 200, 99, "text of more than 100 tokens."),
+    ):
+        with pytest.raises(ValueError, match=rf"{count} sequences .* a.txt, split train has 100: give {advice}"):
+            sequences_of(stream, count, length, trained)
+        if advice.startswith("--"):
+            words = advice.rstrip(".").partition(" or ")[0].split()
+            fits = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+            sequences_of(stream, fits.get("--sequences", count), fits.get("--length", length))
 
 
 def test_the_only_split_is_taken_whatever_it_is_called(tmp_path: Path) -> None:

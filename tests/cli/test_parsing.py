@@ -28,6 +28,17 @@ def options(command: str) -> Iterator[tuple[argparse.ArgumentParser, argparse.Ac
                 yield parser, action
 
 
+def test_an_unknown_option_gets_the_most_similar_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, name in (
+        ("evaluate MODEL --sequnces 3", "--sequences"),
+        ("train --model MODEL --max-step=3", "--max-steps"),
+        ("state show FILE --positon 3", "--position"),
+    ):
+        with pytest.raises(SystemExit):
+            main(words.split())
+        assert f"did you mean {name}?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_whole_number_is_a_count(command: str) -> None:
     """A parser's `type=int` is `not_negative`; a kind of number that this test does not have must be added to it."""

@@ -221,6 +221,7 @@ def test_a_learned_state_is_saved_alone(
     command, remark = saved.partition("Next: lengthgen ")[2].split("\n", 1)
     assert remark.startswith("It was trained on this text: ")
     assert main([*shlex.split(command), *options]) == 0
+    assert "split train, training data of out\n" in capsys.readouterr().out
     base, learned = read_result(tmp_path / "evaluation" / "result.json", Comparison).models
     assert base.evaluation.weights != learned.evaluation.weights
     assert base.evaluation.in_window.loss != learned.evaluation.in_window.loss

@@ -63,10 +63,8 @@ def next_steps(
     """
     shared = {name: str(options[name]) for name in SHARED if options.get(name) is not None}
     judged = []
-    known = recipes or [None] * len(paths)
-    for model, path, finding, recipe in zip(
-        diagnosis.models, paths, findings(diagnosis.comparison), known, strict=True
-    ):
+    found, known = findings(diagnosis.comparison), recipes or [None] * len(paths)
+    for model, path, finding, recipe in zip(diagnosis.models, paths, found, known, strict=True):
         window = str(model.evaluation.attention_window or "none")  # one of several
         options_of_one = shared | ({"attention_window": window} if "attention_window" in shared else {})
         judged.append((Measured(model, path, options_of_one, recipe), finding.status))
