@@ -11,7 +11,7 @@ import numpy as np
 from torch.nn.functional import pad
 from transformers import DataCollatorWithFlattening, DataCollatorWithPadding, default_data_collator
 
-from hf_recurrent_lengthgen.data.chunks import piece_of_rows
+from hf_recurrent_lengthgen.data.chunks import sequence_shard
 from hf_recurrent_lengthgen.data.collating import PaddingCollator
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.data.segments import unpacked
@@ -92,7 +92,7 @@ def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, 
     layout, loss = RowLayout(), None
     if shared.group is not None:
         trainer.checks.ask(shared.differ(inputs), different_sequences)
-        inputs = piece_of_rows(inputs, shared.rank, shared.size)
+        inputs = sequence_shard(inputs, shared.rank, shared.size)
     elif resets is not None or align is not None:
         if "attention_mask" in inputs and bool((inputs["attention_mask"] == 1).all()):
             inputs.pop("attention_mask")

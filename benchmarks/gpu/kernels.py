@@ -18,7 +18,7 @@ from benchmarks.gpu.stage import DEVICE, Part, Stage
 from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.models.state_value import map_state
 from tests.models.families import random_state
-from tests.models.law import model_step, run_in_pieces
+from tests.models.law import model_step, run_in_chunks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KINDS = {"logits": "outputs", "final": "states", "gradient": "gradients"}
@@ -70,7 +70,7 @@ def passed(model: Any, embeds: Tensor, state: Any) -> dict[str, Tensor]:
     model.to(DEVICE)
     parameters = {name: p for name, p in model.named_parameters() if "embed" not in name}
     state = map_state(lambda part: part.to(DEVICE), state)
-    return run_in_pieces(model_step(model), parameters, embeds.to(DEVICE), state)
+    return run_in_chunks(model_step(model), parameters, embeds.to(DEVICE), state)
 
 
 def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Errors:

@@ -1,6 +1,6 @@
 """Training and evaluation data from text: corpora or files -> one token stream -> blocks, chunks or sequences."""
 
-from .chunks import piece_of_rows
+from .chunks import sequence_shard
 from .collating import PaddingCollator
 from .continued import ChunkKey, ContinuedChunks, StreamRowSampler, keep_long_documents
 from .corpora import Corpus, Document, load_rows, load_texts, split_names, standard_library_corpus
@@ -23,7 +23,7 @@ __all__ = [
     "keep_long_documents",
     "load_rows",
     "load_texts",
-    "piece_of_rows",
+    "sequence_shard",
     "split_names",
     "standard_library_corpus",
     "token_stream",

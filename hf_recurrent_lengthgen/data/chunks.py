@@ -22,7 +22,7 @@ def chunk_borders(length: int, size: int) -> list[int]:
     return [length * place // size for place in range(size + 1)]
 
 
-def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+def sequence_shard(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     """The inputs of one of the processes that split the sequences of a batch. Chunks differ by one token at most.
 
     Args:

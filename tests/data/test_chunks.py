@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_recurrent_lengthgen.data.chunks import piece_of_rows
+from hf_recurrent_lengthgen.data.chunks import sequence_shard
 from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.rows import Rows
 
@@ -21,7 +21,7 @@ def rows(length: int, seed: int) -> dict[str, Tensor]:
 
 
 def joined(inputs: dict[str, Any], size: int, name: str) -> Tensor:
-    return torch.cat([piece_of_rows(inputs, rank, size)[name] for rank in range(size)], dim=1)
+    return torch.cat([sequence_shard(inputs, rank, size)[name] for rank in range(size)], dim=1)
 
 
 @settings(max_examples=40)
@@ -30,7 +30,7 @@ def test_tokens_and_targets_are_there_once(length: int, size: int, seed: int) ->
     inputs = rows(length, seed)
     assert torch.equal(joined(inputs, size, "input_ids"), inputs["input_ids"])
     assert torch.equal(joined(inputs, size, "shift_labels"), pad(inputs["labels"][:, 1:], (0, 1), value=-100))
-    lengths = {piece_of_rows(inputs, rank, size)["input_ids"].shape[1] for rank in range(size)}
+    lengths = {sequence_shard(inputs, rank, size)["input_ids"].shape[1] for rank in range(size)}
     assert max(lengths) - min(lengths) <= 1
 
 
@@ -38,7 +38,7 @@ def test_packed_rows_count_sequences_over_the_chunks() -> None:
     inputs = rows(8, 0) | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]] * 3)}
     assert joined(inputs, 3, "seq_idx").tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]] * 3
     assert bool((joined(inputs, 3, "shift_labels")[:, 2] == -100).all())  # nothing predicts the next sequence
-    assert "position_ids" not in piece_of_rows(inputs, 0, 3)
+    assert "position_ids" not in sequence_shard(inputs, 0, 3)
 
 
 def test_padding_has_no_targets_and_states_pass() -> None:
@@ -48,7 +48,7 @@ def test_padding_has_no_targets_and_states_pass() -> None:
     targets = joined(inputs, 2, "shift_labels")
     assert targets[0].tolist() == [-100, -100, *inputs["input_ids"][0, 3:].tolist(), -100]
     state = ((torch.zeros(3, 1), torch.zeros(3, 1)),)
-    assert piece_of_rows(inputs | {"initial_state": state}, 1, 2)["initial_state"] is state
+    assert sequence_shard(inputs | {"initial_state": state}, 1, 2)["initial_state"] is state
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_padding_has_no_targets_and_states_pass() -> None:
 )
 def test_what_cannot_be_cut_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        piece_of_rows(rows(9 if change else 2, 0) | change, 1, 3)
+        sequence_shard(rows(9 if change else 2, 0) | change, 1, 3)
 
 
 def test_packed_rows_become_rows_of_one_sequence_each() -> None:

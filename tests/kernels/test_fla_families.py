@@ -23,7 +23,7 @@ from hf_recurrent_lengthgen.models.layers_fla import HeadRMSNorm
 from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
 from hf_recurrent_lengthgen.models.scan_fla_kernels import scan_with_fla
 from tests.models.families import DELTA_NET, GATED_DELTANET, GLA, Family, build, random_state
-from tests.models.law import assert_equal_up_to, model_step, run_in_pieces
+from tests.models.law import assert_equal_up_to, model_step, run_in_chunks
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 16, "num_heads": 2}
 CONVOLUTIONS = {"use_short_conv": True, "conv_size": 3}
@@ -74,7 +74,7 @@ def results(
     mask = torch.ones(2, 67, dtype=torch.long)
     mask[0, 60:] = 0
     parameters = {name: p for name, p in model.named_parameters() if "embeddings" not in name}
-    found = run_in_pieces(model_step(model), parameters, embeds, state, cuts, mask)
+    found = run_in_chunks(model_step(model), parameters, embeds, state, cuts, mask)
     return {name: value.double() for name, value in found.items()}
 
 

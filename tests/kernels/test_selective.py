@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.models.scan_selective_kernel import ScanOfModules, s
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import build, random_state
 from tests.models.family_mamba import FALCON_MAMBA, MAMBA
-from tests.models.law import assert_equal_up_to, model_step, run_in_pieces, weights_like
+from tests.models.law import assert_equal_up_to, model_step, run_in_chunks, weights_like
 from tests.models.scans import SELECTIVE
 from tests.models.test_scans import run
 
@@ -445,7 +445,7 @@ def test_models_carry_states_as_in_torch(family: Any, cuts: tuple[int, ...]) -> 
         state = random_state(build(family, torch.float32), 2)
         state = tuple(type(layer)(*(part.to(dtype) for part in layer)) for layer in state)
         parameters = {name: p for name, p in model.named_parameters() if "embeddings" not in name}
-        found.append(run_in_pieces(model_step(model), parameters, embeds, state, cuts, mask))
+        found.append(run_in_chunks(model_step(model), parameters, embeds, state, cuts, mask))
     assert_equal_up_to(1e-5, {name: value.double() for name, value in found[0].items()}, found[1])
 
 

@@ -36,7 +36,7 @@ def weights_like(x: Tensor, seed: int) -> Tensor:
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(x)
 
 
-def run_in_pieces(
+def run_in_chunks(
     step: Step,
     parameters: dict[str, Tensor],
     embeds: Tensor,

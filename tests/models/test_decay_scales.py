@@ -21,7 +21,7 @@ from .family_delta import DELTA_NET
 from .family_fla import GLA, LINEAR_ATTENTION
 from .family_mamba import FALCON_MAMBA, MAMBA
 from .family_mamba3 import MAMBA3
-from .law import assert_equal_up_to, model_step, run_in_pieces
+from .law import assert_equal_up_to, model_step, run_in_chunks
 from .scan_definitions import (
     scan_delta_reference,
     scan_dplr_reference,
@@ -98,7 +98,7 @@ def with_powers(model: Any, powers: list[float]) -> None:
 
 def law(model: Any, cuts: list[int], length: int = 41) -> dict[str, Tensor]:
     embeds = model.get_input_embeddings()(random_tokens(2, length))
-    return run_in_pieces(model_step(model), dict(model.named_parameters()), embeds, random_state(model, 2), cuts)
+    return run_in_chunks(model_step(model), dict(model.named_parameters()), embeds, random_state(model, 2), cuts)
 
 
 @pytest.mark.thinned(3)

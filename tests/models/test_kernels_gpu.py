@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import scans
 from .families import FAMILIES, VOCABULARY, build, random_state, random_tokens
-from .law import assert_equal_up_to, model_step, run_in_pieces
+from .law import assert_equal_up_to, model_step, run_in_chunks
 from .scans import SCANS, Scan
 from .test_scans import run
 
@@ -77,7 +77,7 @@ def results(model: Any, backend: str, cuts: tuple[int, ...] = (), mask: Tensor |
     embeds = torch.randn(2, 150, model.config.hidden_size, generator=generator).to("cuda", model.dtype)
     state = tuple(type(layer)(*(part.cuda() for part in layer)) for layer in random_state(model.cpu(), 2))
     parameters = {name: p for name, p in model.cuda().named_parameters() if "embeddings" not in name}
-    return run_in_pieces(model_step(model), parameters, embeds, state, cuts, mask)
+    return run_in_chunks(model_step(model), parameters, embeds, state, cuts, mask)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

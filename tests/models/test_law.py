@@ -17,7 +17,7 @@ from tests.row_forms import KINDS, forms_of, numbers_of, real_of, rows, splits
 
 from .families import FAMILIES, SHELL_FAMILIES, VARIANTS, Family, build, random_state, random_tokens, variant_id
 from .family_fla import HGRN2, LINEAR_ATTENTION
-from .law import Step, assert_equal_up_to, checkpointed, model_step, run_in_pieces
+from .law import Step, assert_equal_up_to, checkpointed, model_step, run_in_chunks
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 every_variant = pytest.mark.parametrize(("family", "variant"), VARIANTS, ids=variant_id)
@@ -25,7 +25,7 @@ every_variant = pytest.mark.parametrize(("family", "variant"), VARIANTS, ids=var
 
 def law(model: Any, length: int, cuts: list[int]) -> dict[str, Tensor]:
     embeds = model.get_input_embeddings()(random_tokens(2, length))
-    return run_in_pieces(model_step(model), dict(model.named_parameters()), embeds, random_state(model, 2), cuts)
+    return run_in_chunks(model_step(model), dict(model.named_parameters()), embeds, random_state(model, 2), cuts)
 
 
 def by_the_equations(family: Family, model: Any) -> Step:
@@ -85,10 +85,10 @@ def test_any_split_of_any_rows_is_each_sequence_by_the_equations(
     model = model_of(family.name, variant)
     parameters, numbers = dict(model.named_parameters()), numbers_of(words) * real_of(words)
     embeds, state = model.get_input_embeddings()(random_tokens(*numbers.shape)), random_state(model, len(words))
-    expected = run_in_pieces(by_the_equations(family, model), parameters, embeds, state, (), numbers)
+    expected = run_in_chunks(by_the_equations(family, model), parameters, embeds, state, (), numbers)
     runner = checkpointed(copy.deepcopy(model)) if data.draw(st.booleans()) else model
     parameters = dict(runner.named_parameters())
-    found = run_in_pieces(InChunks(runner, form, **options), parameters, embeds, state, cuts, numbers)
+    found = run_in_chunks(InChunks(runner, form, **options), parameters, embeds, state, cuts, numbers)
     assert_equal_up_to(1e-10, found, expected)
 
 

@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.trainers import (
 )
 
 from .families import MAMBA, MAMBA2, Family, build, random_state, random_tokens, variant_id
-from .law import assert_equal_up_to, checkpointed, model_step, run_in_pieces
+from .law import assert_equal_up_to, checkpointed, model_step, run_in_chunks
 
 both_families = pytest.mark.parametrize("family", [MAMBA, MAMBA2], ids=variant_id)
 LINEAR = {"attention_layers": [1], "attention_kind": "linear", "attention_head_dim": 3}
@@ -87,7 +87,7 @@ def test_with_linear_attention_the_chunks_equal_the_whole(family: Family, checkp
         embeds = model.get_input_embeddings()(random_tokens(2, 65))
         state = random_state(model, 2)
         parameters = dict(model.named_parameters())
-        return run_in_pieces(model_step(model), parameters, embeds, state, cuts, mask if padding else None)
+        return run_in_chunks(model_step(model), parameters, embeds, state, cuts, mask if padding else None)
 
     whole = law([])
     if checkpointing:

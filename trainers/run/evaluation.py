@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf_recurrent_lengthgen.data.chunks import piece_of_rows
+from hf_recurrent_lengthgen.data.chunks import sequence_shard
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.rows import Rows
@@ -110,7 +110,7 @@ class EvaluationTrainer(Trainer):
             return None if loss is None else self._mean(loss, targets), logits, labels
         self.checks.ask(self.shared.differ(inputs), different_sequences)
         self.checks.read()
-        inputs = piece_of_rows(inputs, self.shared.rank, self.shared.size)
+        inputs = sequence_shard(inputs, self.shared.rank, self.shared.size)
         inputs["sequence_group"] = self.shared.group
         with replaced(self, label_names=["shift_labels"]):
             loss, _, _ = step(inputs)
