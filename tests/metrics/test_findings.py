@@ -33,8 +33,7 @@ def test_a_finding_names_its_numbers(demo: Comparison) -> None:
     for numbers in (
         "1% of that of base",
         "minus that of base is +0.030",
-        "more context lowers its loss: around position 4, it is +0.250",
-        "above that around 15.",
+        "more context lowers its loss: the loss around position 4 minus that around 15 is +0.250",
     ):
         assert numbers in intervention
     assert "86% of that of base" in control

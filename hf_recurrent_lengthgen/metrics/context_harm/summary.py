@@ -94,6 +94,6 @@ def _use(evaluation: EvaluationResult) -> str:
     shown = window.context_use.low is not None and window.context_use.low > 0
     effect = "lowers its loss" if shown else "is not shown to lower its loss"
     return (
-        f"Inside the training length, more context {effect}: around position {early:,}, it is "
-        f"{interval_text(window.context_use, sign=True)} above that around {late:,}."
+        f"Inside the training length, more context {effect}: the loss around position {early:,} minus that around "
+        f"{late:,} is {interval_text(window.context_use, sign=True)}."
     )
