@@ -49,5 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     settings = CardSettings(
         options.repo, options.license, tuple(options.language), tuple(options.datasets), tuple(options.authors)
     )
-    print(f"Written: {write_card(options.checkpoint, options.results, settings, options.overwrite)}")
+    written = write_card(options.checkpoint, options.results, settings, options.overwrite)
+    without = "" if any((written.parent / "results").glob("*")) else " (without numbers: --results adds them)"
+    print(f"Written: {written}{without}")
     return 0

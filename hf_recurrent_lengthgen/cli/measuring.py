@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer, with_window
 from hf_recurrent_lengthgen.checkpoints.records import trainings
 from hf_recurrent_lengthgen.cli.inputs import check_distinct, chosen_split, load_stream, sequences_of, token_unit
+from hf_recurrent_lengthgen.data import splits_overlap
 from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
@@ -77,9 +78,11 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
             label = model_label(short[name], with_window(model, window), window)
             method = methods[folder] + label.removeprefix(short[name]) if seed else ""
             subjects.append(Subject(name, label, role, model, window, method, seed))
-    trained_on = {one.name: [replace(run.data, selection="") for run in trainings(one.name)] for one in subjects}
-    seen = [subject.label for subject in subjects if stream.source in trained_on[subject.name]]
-    source = replace(stream.source, selection=f"training data of {', '.join(seen)}") if seen else stream.source
+    source = stream.source
+    read = {one.label: [run.data for run in trainings(one.name) if run.data.name == source.name] for one in subjects}
+    seen = [label for label, data in read.items() if any(splits_overlap(one.split or split, split) for one in data)]
+    if seen:
+        source = replace(source, selection=f"training data of {', '.join(seen)}")
     data = DataRecord(source, token_unit=token_unit(tokenizer))
     return Inputs(subjects, tokenizer, training_length, array, data, cache)
 

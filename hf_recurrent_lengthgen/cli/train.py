@@ -1,5 +1,6 @@
 """`lengthgen train`: train or post-train a model with any intervention."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from hf_recurrent_lengthgen.cli.options import RunParser, read_options
 from hf_recurrent_lengthgen.cli.run_arguments import PROMPTS, USUAL_LENGTH, RunArguments
 from hf_recurrent_lengthgen.cli.shared_options import HOW
 from hf_recurrent_lengthgen.cli.train_data import evaluation_data, stream_of, training_data, with_training_length
-from hf_recurrent_lengthgen.data import PaddingCollator
+from hf_recurrent_lengthgen.data import PaddingCollator, splits_overlap
 from hf_recurrent_lengthgen.data.tasks import DEPTHS, KeyGrid, PasskeyGrid, RetrievalGrid, TaskStrings
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
@@ -37,6 +38,8 @@ from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 from hf_recurrent_lengthgen.trainers.run.resume import checkpoints_of, newest_complete_checkpoint
 
 RESUME = ("--resume", "--resume-from-checkpoint")
+SLICE = re.compile(r"(?P<split>\w+)\[(?:(?P<start>\d+%):|:(?P<stop>\d+%))\]")
+"""The beginning or the end of a split, whose rest is held out."""
 command_parser = RunParser
 
 
@@ -299,23 +302,24 @@ def _record_task(config: Any, task: TaskStrings, row_length: int) -> None:
 
 def _held_out(settings: RunArguments) -> list[str]:
     """Options of `lengthgen evaluate` that name held-out text."""
-    data = settings.eval_data or settings.data
-    options = {"--data": data, "--split": settings.eval_split, "--text-column": settings.text_column}
+    data, split = settings.eval_data or settings.data, settings.eval_split
+    if settings.eval_data is None and split is None and (part := SLICE.fullmatch(settings.chosen_split)):
+        split = f"{part['split']}[{part['stop'] or ''}:{part['start'] or ''}]"  # the rest
+    options = {"--data": data, "--split": split, "--text-column": settings.text_column}
     changed = {name: value for name, value in options.items() if value not in (None, HOW[name].get("default"))}
     return [word for option in changed.items() for word in option]
 
 
-def _trained_on(settings: RunArguments) -> str:
-    """A line if the text that `lengthgen evaluate` would read is that of the training."""
-    of_text = not settings.of_symbols and settings.task not in ("passkey", "examples")
-    if not of_text or settings.eval_data is not None or settings.eval_split is not None:
+def _trained_on(settings: RunArguments, text: Sequence[str]) -> str:
+    """A line if the text that `lengthgen evaluate` would read, by its options `text`, is that of the training."""
+    if settings.of_symbols or settings.task in ("passkey", "examples") or settings.eval_data is not None:
         return ""
-    evaluated = chosen_split(settings.data, None, "validation")
-    if evaluated != settings.chosen_split.partition("[")[0]:
+    given = text[text.index("--split") + 1] if "--split" in text else None
+    if not splits_overlap(settings.chosen_split, chosen_split(settings.data, given, "validation")):
         return ""
     return (
-        "\nIt was trained on this text: for the loss on unseen text, give other text with --data, or train on a "
-        "folder with train.txt and validation.txt."
+        "\nIt was trained on this text. For the loss on unseen text, give other text with --data, or train with "
+        '--split "train[:90%]", or on a folder with train.txt and validation.txt.'
     )
 
 
@@ -339,4 +343,6 @@ def _next_step(
     check = [["lengthgen", "verify", output]] if has_states and not _state_alone(training) else []
     if holds_adapter(output):
         check = [["lengthgen", "merge", output, "--output", f"{output}-merged"]]
-    return f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*check, command]))}{_trained_on(settings)}"
+    return (
+        f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*check, command]))}{_trained_on(settings, text)}"
+    )

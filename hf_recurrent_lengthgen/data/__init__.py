@@ -3,7 +3,15 @@
 from .chunks import sequence_shard
 from .collating import PaddingCollator
 from .continued import ChunkKey, ContinuedChunks, StreamRowSampler, keep_long_documents
-from .corpora import Corpus, Document, load_rows, load_texts, split_names, standard_library_corpus
+from .corpora import (
+    Corpus,
+    Document,
+    load_rows,
+    load_texts,
+    split_names,
+    splits_overlap,
+    standard_library_corpus,
+)
 from .examples import LabelledExamples
 from .packing import IGNORED_LABEL, PackedBlocks, evaluation_sequences
 from .tokens import byte_tokenizer, token_stream
@@ -25,6 +33,7 @@ __all__ = [
     "load_texts",
     "sequence_shard",
     "split_names",
+    "splits_overlap",
     "standard_library_corpus",
     "token_stream",
 ]

@@ -111,8 +111,9 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
         path_or_name: A .txt, .jsonl, .json or .parquet file, a folder of files of one kind or a pattern such as
             "texts/*.txt", a folder written by `save_to_disk`, or (if no such file or folder exists) the name of a
             dataset on the Hub. A .txt file is one text; line ends are read as "\\n", without a byte order mark.
-        split: A split, or slices of it such as "train[:90%]" and "train[90%:]". A single file, the files of a pattern
-            and a single `Dataset` saved to disk are the split "train".
+        split: A split, or slices of it such as "train[:90%]" and "train[90%:]", of rows, or of the characters of a
+            single .txt file. A single file, the files of a pattern and a single `Dataset` saved to disk are the split
+            "train".
 
     Raises:
         ValueError: for data that are missing or cannot be read.
@@ -122,6 +123,11 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
     files = _files_of_splits(path_or_name)
     try:
         name, options = _builder_of(files) if files else (str(Path(path_or_name).expanduser()), {})
+        whole, sliced, _ = split.partition("[")
+        if sliced and name == "text" and len(files.get(whole, ())) == 1:  # one row
+            (text,) = datasets.load_dataset(name, split=whole, **options)["text"]
+            parts = datasets.ReadInstruction.from_spec(split).to_absolute({whole: len(text)})
+            return datasets.Dataset.from_dict({"text": [text[part.from_ : part.to] for part in parts]})
         rows = datasets.load_dataset(name, split=split, **options)
         rows.data.validate(full=True)  # JSON is read whatever its encoding, and fails at the first look at a row
         return rows
@@ -131,6 +137,8 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
         is_empty = isinstance(cause, StopIteration) or "corresponds to no data" in str(cause)
         why = "it is empty" if is_empty else f"{type(cause).__name__}: {cause}"
         remedy = "give an existing file or folder that has data in this split, or the name of a Hub dataset"
+        if isinstance(error, datasets.exceptions.DataFilesNotFoundError):
+            why, remedy = "none of its files can be read", f"give files {', '.join(_BUILDER_OF_SUFFIX)}"
         if "JSON parse error" in why:
             remedy = "give JSON objects, one on each line or all in a list, in UTF-8"
         raise ValueError(f"cannot read split {split!r} of {str(path_or_name)!r}: {why}; {remedy}") from error
@@ -179,6 +187,17 @@ def split_names(path_or_name: str | Path) -> list[str]:
         return []
 
 
+def splits_overlap(one: str, other: str) -> bool:
+    """Whether two splits, or slices of them, have data in common, with percents and rows as they would be read."""
+    from datasets import ReadInstruction
+
+    sizes = {split.partition("[")[0]: 10**9 for split in (one, other)}
+    if len(sizes) == 2:
+        return False
+    read, also = (ReadInstruction.from_spec(split).to_absolute(sizes) for split in (one, other))
+    return any(max(a.from_, b.from_) < min(a.to, b.to) for a in read for b in also)
+
+
 def _files_of_splits(path_or_name: str | Path) -> dict[str, list[str]]:
     """The files of each split that we choose ourselves; none for what `datasets` finds as well.
 
@@ -201,7 +220,7 @@ def _files_of_splits(path_or_name: str | Path) -> dict[str, list[str]]:
         prepared = Path(config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()
         if not prepared and is_out_of_reach("datasets", name):
             raise ValueError(
-                f"there is no file or folder {path}, no dataset of this name in the cache, and the Hub cannot be "
+                f"there is no file or folder {name!r}, no dataset of this name in the cache, and the Hub cannot be "
                 "reached; give an existing file or folder, or connect to the network"
             )
         return {}

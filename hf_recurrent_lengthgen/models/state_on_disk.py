@@ -78,6 +78,8 @@ def read_tensors(
     Raises:
         ValueError: for a file that is cut, no safetensors file, or not what its checksum tells.
     """
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: give a file in it.")
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             fields = file.metadata() or {}

@@ -228,7 +228,7 @@ def check_state(
                 )
                 raise ValueError(
                     f"{name}: layer {index}, part '{part_name}' must be a tensor {expected}, the rows first, {dtype} "
-                    f"on {device} (states stay in full precision; state_to moves them), got {found}."
+                    f"on {device} (full precision; state_to moves states, take_rows selects rows), got {found}."
                 )
     return tuple(layer_state(map(_outside_inference_mode, layer)) for layer in state)
 

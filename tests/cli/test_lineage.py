@@ -22,6 +22,7 @@ from hf_recurrent_lengthgen.checkpoints.records import (
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
+from hf_recurrent_lengthgen.trainers.run.records import mean_loss
 from tests.checkpoints.hub.conftest import hub as hub
 from tests.checkpoints.hub.endpoint import Endpoint
 from tests.cli.training import run
@@ -101,6 +102,19 @@ def test_a_resumed_training_is_one_step_over_all_of_it(checkpoint: Path, tmp_pat
     assert "--resume" not in step.command  # it repeats the whole
     assert (step.training.steps, step.training.tokens) == (3, 3 * 2 * 8)
     assert step.training.loss == pytest.approx(whole.loss)
+
+
+def test_the_mean_loss_is_over_the_steps_that_each_entry_is_of() -> None:
+    log = [
+        {"step": 10, "loss": 3.0},
+        {"step": 10, "eval_loss": 9.0},
+        {"step": 20, "loss": 2.0},
+        {"step": 30, "loss": 1},
+    ]
+    assert mean_loss(log, 7.0) == pytest.approx(2.0)
+    assert mean_loss(log, 7.0, starts=[0, 18]) == pytest.approx((10 * 3 + 2 * 2 + 10 * 1) / 22)
+    assert mean_loss(log, 7.0, starts=[0, 20]) == pytest.approx(2.0)
+    assert mean_loss([], 7.0, starts=[0]) == 7.0
 
 
 def test_training_from_scratch_has_no_source(config_file: Path, tmp_path: Path, text_file: Path) -> None:

@@ -19,6 +19,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
+from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.measuring import _training_length
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences, token_stream
 from hf_recurrent_lengthgen.evaluation.files import read_result
@@ -106,6 +107,24 @@ def test_a_checkpoint_of_a_script_of_ones_own_is_measured_by_its_lineage(
     model = StatefulMamba2ForCausalLM.from_pretrained(tmp_path / "trained")
     assert model.config.training_length is None
     assert _training_length([str(tmp_path / "trained")], [model]) == 11
+
+
+def test_data_that_a_model_was_trained_on_are_named(
+    checkpoint: Path, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, options = str(tmp_path / "out"), ["--data", str(text_file), "--tokenizer", "bytes"]
+    training = ["--max-steps", "1", "--training-length", "8", "--save-strategy", "no", "--split", "train[:50%]"]
+    assert main(["train", "--model", str(checkpoint), "--output", out, *options, *training]) == 0
+    said = capsys.readouterr().out
+    assert said.rstrip().endswith(f"--data {text_file} --split 'train[50%:]'")  # and no warning
+    measure = ["evaluate", out, "--length", "16", "--sequences", "2", "--output", str(tmp_path), *options]
+    for split, seen in (
+        ("train[50%:]", ""),
+        ("train[40%:]", ", training data of out"),
+        ("train", ", training data of out"),
+    ):
+        assert main([*measure, "--split", split]) == 0
+        assert f"Data: {text_file.name}, split {split}{seen}\n" in capsys.readouterr().out
 
 
 def test_a_training_length_of_another_model_is_named_and_two_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -219,7 +219,7 @@ def test_a_learned_state_is_saved_alone(
     measured = [str(tmp_path / "cache"), str(tmp_path / "evaluation")]
     options = ["--length", "24", "--sequences", "2", "--cache", measured[0], "--output", measured[1]]
     command, remark = saved.partition("Next: lengthgen ")[2].split("\n", 1)
-    assert remark.startswith("It was trained on this text: ")
+    assert remark.startswith("It was trained on this text. ")
     assert main([*shlex.split(command), *options]) == 0
     assert "split train, training data of out\n" in capsys.readouterr().out
     base, learned = read_result(tmp_path / "evaluation" / "result.json", Comparison).models
@@ -265,7 +265,8 @@ def test_the_lines_of_what_to_do_next_run_as_they_are(
     [measured] = tmp_path.glob("evaluation/result.json")
     expected = "validation" if text["data"] == "saved" else "train"
     description = read_result(measured, Comparison).models[0].evaluation.data.description
-    assert description == f"{text.get('eval_data', text['data'])}, split {expected}"
+    seen = ", training data of out" if text["data"] == "a name.txt" else ""
+    assert description == f"{text.get('eval_data', text['data'])}, split {expected}{seen}"
 
 
 def test_a_state_is_not_learned_into_the_folder_of_a_checkpoint_unless_with_the_weights(

@@ -10,7 +10,14 @@ import datasets
 import huggingface_hub
 import pytest
 
-from hf_recurrent_lengthgen.data import Corpus, corpora, load_texts, split_names, standard_library_corpus
+from hf_recurrent_lengthgen.data import (
+    Corpus,
+    corpora,
+    load_texts,
+    split_names,
+    splits_overlap,
+    standard_library_corpus,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +212,45 @@ def test_bad_files_are_refused(tmp_path: Path, name: str, content: bytes, messag
     assert str(tmp_path / name) in str(caught.value)
 
 
+def test_slices_of_one_text_are_of_its_characters(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("0123456789")
+    for split, expected in (
+        ("train", ["0123456789"]),
+        ("train[:70%]", ["0123456"]),
+        ("train[70%:]", ["789"]),
+        ("train[2:4]+train[-1:]", ["23", "9"]),
+    ):
+        assert load_texts(book, split) == expected
+    with pytest.raises(ValueError, match="empty"):
+        load_texts(book, "train[10:]")
+    book.with_name("other.txt").write_text("ab")
+    assert load_texts(tmp_path, "train[:50%]") == ["0123456789"]  # of two texts, one
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("train", "train", True),
+        ("train", "validation", False),
+        ("train", "train[90%:]", True),
+        ("train[:90%]", "train[90%:]", False),
+        ("train[:80%]", "train[60%:]", True),
+        ("train[:10]", "train[10:20]", False),
+        ("train[:30%]+train[70%:]", "train[30%:70%]", False),
+        ("train[:30%]+train[70%:]", "train[60%:80%]", True),
+    ],
+)
+def test_which_splits_overlap(one: str, other: str, expected: bool) -> None:
+    assert splits_overlap(one, other) == splits_overlap(other, one) == expected
+
+
+def test_a_folder_without_texts_names_the_files_that_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("a")
+    with pytest.raises(ValueError, match=r"none of its files can be read; give files \.txt"):
+        load_texts(tmp_path)
+
+
 def test_missing_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[str] = []
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: requested.append(name) or ["train"])
@@ -215,7 +261,7 @@ def test_missing_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not requested  # the Hub, which retries for long without a network
     monkeypatch.setattr(corpora, "is_out_of_reach", lambda *_: True)
     assert split_names("nothing") == []
-    with pytest.raises(ValueError, match=r"no file or folder nothing, no dataset .* the Hub cannot be reached"):
+    with pytest.raises(ValueError, match=r"no file or folder 'nothing', no dataset .* the Hub cannot be reached"):
         load_texts("nothing")
     assert not requested
     monkeypatch.setattr(corpora, "is_out_of_reach", lambda *_: False)

@@ -61,14 +61,17 @@ GROUPS = states({(0, 1): 1234.5, (0, 2): 3.0}, unit="channel group")
         (drift_text(GROUPS), ("2 of 8 channel groups drift.", "layer 0, channel group 1", "1,234 standard")),
         (drift_text(of_states(sequences=3)), ("3 sequences are too few", "47.3 standard deviations")),
         (patching_text(states_of(BASE), "byte"), ("1,016 tokens", "+1.000 (+0.990 to +1.010) nats per byte")),
-        (patching_text(states_of(BASE), "byte"), ("last 8 tokens", "drift 97%, all other heads none shown")),
+        (patching_text(states_of(BASE), "byte"), ("last 8 tokens", "drift 97%, all other heads no significant share")),
         (
             patching_text(states_of(BASE), "byte"),
             ("Of 3 heads", "layer 0, head 3 has the largest effect", "brings all of"),
         ),
         (patching_text(states({(0, 0): 9.0}, others=0.3), "byte"), ("all other heads 30%",)),
         (patching_text(states({(0, 0): 9.0}, harm=0.005), "byte"), ("+0.005 (\N{MINUS SIGN}0.005", "None is shown")),
-        (patching_text(hybrid(), "byte"), ("heads that drift 97%, all other heads none shown, keys and values 10%",)),
+        (
+            patching_text(hybrid(), "byte"),
+            ("heads that drift 97%, all other heads no significant share, keys and values 10%",),
+        ),
         (attention_text(hybrid(), "byte"), ("512 tokens", "+1.200 (+1.190 to +1.210)", "+0.020", "+1.300")),
         (windows_text(hybrid(), "byte"), ("+1.300", "256 to 512", "16 tokens +0.400", "4, 8, 16", "window=16")),
         (remembrance_text(remembrance(0.2)), ("64 tokens", "last 16", "0.200 (0.190 to 0.210)")),
@@ -81,7 +84,7 @@ GROUPS = states({(0, 1): 1234.5, (0, 2): 3.0}, unit="channel group")
         ),
         (reason(TWO), ("layers 0 and 1 left", "2 of its 8 heads drift, layer 1, head 2 the furthest", "removes 60%")),
         (reason(states({(1, 2): 9.0}, restored=0.0)), ("not shown to remove any of the excess loss",)),
-        (reason(states({(1, 2): 9.0}, harm=0.0), 0.0), ("layer 1, head 2), without excess loss",)),
+        (reason(states({(1, 2): 9.0}, harm=0.0), 0.0), ("layer 1, head 2, without excess loss",)),
         (reason(of_states(patching=None)), ("layer 1, head 2 the furthest).",)),
         (reason(of_states(sequences=3)), ("3 sequences are too few",)),
         (
@@ -127,7 +130,7 @@ def test_the_facts_have_the_numbers_of_all_parts() -> None:
     assert facts(diagnosed("base", "b", 1.4, few))["Heads that drift"] == "unknown from 3 sequences"
     assert facts(diagnosed("base", "b", 1.4, states({(1, 2): 9.0}, restored=0.0)))[
         "Share of the excess loss from heads that drift"
-    ] == ("none shown")
+    ] == ("no significant share")
     of_hybrid = facts(diagnosed("base", "hybrid", 1.4, hybrid()))
     assert [value for name, value in of_hybrid.items() if name.startswith("Excess ")] == [
         "+1.200 nats",

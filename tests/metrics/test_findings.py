@@ -132,7 +132,7 @@ def step(*models: DiagnosedModel, recipe: Recipe | None = None, **options: Any) 
 def test_a_model_that_fails_is_trained_and_measured_again() -> None:
     assert step(diagnosed("base", "a", 1.4, states({(1, 2): 47.3}))).commands == (
         f"lengthgen train --model folder/a --intervention state_passing --output a-state-passing{DATA}",
-        f"lengthgen diagnose folder/a a-state-passing --roles base,intervention{DATA} --length 512",
+        f"lengthgen diagnose folder/a a-state-passing --roles base,intervention{DATA} --length 512 --sequences 8",
     )
 
 
@@ -143,12 +143,12 @@ def test_an_intervention_that_is_not_enough_goes_on_and_one_that_holds_is_read_f
         "lengthgen train --model folder/b --intervention state_passing --max-steps 400"
     )
     found = step(base, diagnosed("intervention", "b", 0.0, states({})))
-    assert found.commands == (f"lengthgen evaluate folder/b --length 4096{DATA}",)
+    assert found.commands == (f"lengthgen evaluate folder/b --length 4096{DATA} --sequences 8",)
     found = step(diagnosed("other", "b", 0.05, width=0.04))
     assert found.commands == (f"lengthgen diagnose folder/b --sequences 128{DATA} --length 512",)
     model = diagnosed("other", "b", 0.0)
     short = replace(model, evaluation=replace(model.evaluation, evaluated_length=17))
-    assert step(short).commands == (f"lengthgen diagnose folder/b --length 64{DATA}",)
+    assert step(short).commands == (f"lengthgen diagnose folder/b --length 64{DATA} --sequences 8",)
 
 
 def test_a_training_goes_by_the_one_before_it() -> None:
@@ -168,7 +168,8 @@ def test_harm_of_attention_is_not_said_to_be_fixed_by_states() -> None:
     assert "state_passing" in step(diagnosed("base", "a", 1.4, found)).commands[0]
     apart = replace(found.attention, recurrent=found.attention.attention, attention=found.attention.recurrent)
     model = diagnosed("base", "a", 1.4, replace(found, attention=apart))
-    assert step(model).commands == (f"lengthgen diagnose folder/a --attention-window 16{DATA} --length 512",)
+    command = f"lengthgen diagnose folder/a --attention-window 16{DATA} --length 512 --sequences 8"
+    assert step(model).commands == (command,)
     windowed = replace(model, evaluation=replace(model.evaluation, attention_window=64))
     for command in step(windowed, attention_window="32,64").commands:
         assert "--attention-window 64" in command

@@ -212,7 +212,7 @@ def test_a_changed_setting_is_refused_at_resume(
     trainer = toys.resumable_trainer(tmp_path, method=method, **change)
     before = toys.weights(trainer.model)
     with pytest.raises(
-        ValueError, match=f"Cannot resume exactly from .*{message}.*Restore the old value, or load the weights"
+        ValueError, match=f"Cannot resume exactly from .*{message}.*Restore the old value, or start a new run"
     ):
         trainer.train(resume_from_checkpoint=start)
     toys.assert_same_weights(toys.weights(trainer.model), before)

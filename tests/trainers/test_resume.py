@@ -450,7 +450,7 @@ BROKEN: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
     (_truncate, {}, r"is damaged .*resume from an earlier checkpoint"),
     (_newer, {}, r"has format .* version .*, this code reads 'initial_states' up to"),
     (lambda path: save_file(TENSORS, path), {}, r"has format None"),
-    (lambda path: None, {"num_processes": 2}, r"num_processes was 1 and is 2\. Restore the old value, or load the"),
+    (lambda path: None, {"num_processes": 2}, r"num_processes was 1 and is 2\. Restore the old value, or start a new"),
 ]
 
 

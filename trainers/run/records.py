@@ -156,7 +156,7 @@ def training_run(trainer: "InitialStateTrainer", output: TrainOutput, facts: Run
         steps=state.global_step,
         tokens=tokens,
         seconds=record.seconds_before + float(output.metrics["train_runtime"]),
-        loss=mean_loss(state.log_history, float(output.training_loss)),
+        loss=mean_loss(state.log_history, float(output.training_loss), record.starts),
         hardware=_hardware(args),
         settings=record.settings(trainer),
         row_tokens=None if tokens == full else tokens / record.rows,
@@ -176,7 +176,7 @@ class RunRecord:
 
     Attributes:
         nonzero_starts: Number of sequences, with TBTT of chunks, that this process started from a nonzero state.
-        start: Step at which this part of the run begins.
+        start, starts: Steps at which this part of the run begins, and all parts.
         rows: Number of sequences of all steps, over all processes.
         tokens: Number of their real tokens.
         longest: Largest length of a batch.
@@ -186,6 +186,7 @@ class RunRecord:
     def __init__(self, trainer: Trainer, checkpoint: str | None = None) -> None:
         saved = {} if checkpoint is None else saved_run(own_file(trainer, checkpoint))["record"]
         self.start = 0 if checkpoint is None else step_of(checkpoint)
+        self.starts = (*saved.get("starts", ()), self.start)
         self.seconds_before, self._began = float(saved.get("seconds", 0.0)), time.monotonic()
         self.nonzero_starts: float | Tensor = float(saved.get("given", 0.0))
         self.rows, self.longest = int(saved.get("rows", 0)), int(saved.get("longest", 0))
@@ -207,7 +208,8 @@ class RunRecord:
         seconds = self.seconds_before + time.monotonic() - self._began
         read = {"rows": self.rows, "longest": self.longest, "tokens": int(self.tokens)}
         settings = [to_plain(part) for part in self.settings(trainer)]
-        return {"given": float(self.nonzero_starts), "seconds": seconds, "settings": settings, **read}
+        kept = {"seconds": seconds, "settings": settings, "starts": list(self.starts)}
+        return {"given": float(self.nonzero_starts), **kept, **read}
 
     def count(self, trainer: Any, batches: Sequence[Mapping[str, Any]]) -> None:
         """Count the sequences of a step and their real tokens, over all processes."""
@@ -225,14 +227,19 @@ class RunRecord:
         return parts or (settings(trainer),)
 
 
-def mean_loss(log: list[dict[str, float]], otherwise: float) -> float:
-    """Mean of the logged training losses, weighted by steps since the previous entry; `otherwise` for an empty log."""
-    total, last = 0.0, 0
+def mean_loss(log: list[dict[str, float]], otherwise: float, starts: Sequence[int] = ()) -> float:
+    """Mean of the logged training losses, weighted by the steps that each is of; `otherwise` for an empty log.
+
+    An entry is of the steps since the one before, or since the last of the steps `starts` at which the run resumed:
+    Trainer forgets the losses between the last entry and the checkpoint.
+    """
+    total, steps, last = 0.0, 0, 0
     for entry in log:
         if "loss" in entry:
-            total += entry["loss"] * (entry["step"] - last)
-            last = int(entry["step"])
-    return total / last if last else otherwise
+            step = int(entry["step"])
+            count = step - max([last, *(start for start in starts if start < step)])
+            total, steps, last = total + entry["loss"] * count, steps + count, step
+    return total / steps if steps else otherwise
 
 
 def _hardware(args: TrainingArguments) -> Hardware:

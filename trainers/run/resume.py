@@ -112,8 +112,8 @@ def load_initial_states(path: Path, run: dict[str, Any]) -> dict[str, Tensor]:
     if changed:
         pairs = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in sorted(changed.items()))
         raise ValueError(
-            f"Cannot resume exactly from {path.parent}: {pairs}. Restore the old value, or load the weights with "
-            "from_pretrained and start a new run."
+            f"Cannot resume exactly from {path.parent}: {pairs}. Restore the old value, or start a new run from its "
+            "weights (--model, or from_pretrained)."
         )
     return tensors
 

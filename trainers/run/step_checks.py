@@ -207,7 +207,7 @@ def raise_bypassed(trainer: Any) -> NoReturn:
         trainer,
         f"the compute_loss of {type(trainer).__name__} does not call that of InitialStateTrainer. Call "
         "super().compute_loss(...) in it, or, if it belongs to another trainer, join the two with "
-        "hf_recurrent_lengthgen.trainers.combine(method, trainer).",
+        "hf_recurrent_lengthgen.trainers.combine(method, trainer), which returns a trainer and a config class.",
     )
 
 

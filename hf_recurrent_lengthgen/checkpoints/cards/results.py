@@ -74,7 +74,8 @@ def _headline(models: Sequence[ComparedModel], vocab_size: int | None) -> str:
             f"It generalizes {beyond}, up to the {end:,} {own.data.token_unit}s that were tested, but so does the "
             "base model: there was nothing to restore."
         )
-    return f"It generalizes {beyond}: no excess loss is shown at any position up to the {end:,} that were tested."
+    above = f"no excess loss above {own.harm.threshold:g} is shown"
+    return f"It generalizes {beyond}: {above} at any position up to the {end:,} that were tested."
 
 
 def generalizes(result: EvaluationResult, vocab_size: int | None) -> bool:
@@ -133,7 +134,7 @@ def comparison_table(models: Sequence[ComparedModel]) -> str:
             result.in_window.context_use, sign=True
         ),
         f"Perplexity more than {rise:.0%} above its best from (Definition 3.2)": lambda result: tokens(
-            result.verdict.violated_from, "not shown"
+            result.verdict.violated_from, "nowhere"
         ),
     }
     head = ["", "**this model**", *(escape(evaluation.model) for evaluation in measured[1:])]

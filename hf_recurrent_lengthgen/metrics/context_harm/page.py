@@ -98,7 +98,7 @@ def evaluation_rows(models: Sequence[Any]) -> list[Row]:
         Row(
             f"The same, with {first.confidence:.0%} confidence",
             "tokens",
-            lambda model: tokens(model.evaluation.verdict.violated_from, "not shown"),
+            lambda model: tokens(model.evaluation.verdict.violated_from, "nowhere"),
         ),
     ]
 

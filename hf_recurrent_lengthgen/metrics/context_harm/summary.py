@@ -82,7 +82,9 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
             headline = f"{name} restores length generalization to {length}"
         percent = number_text(max(share, 0.0), ".0%")
         details.append(f"The excess loss is {percent} of that of {base.evaluation.model}.")
-    if base is not None and model.role == "intervention":
+    if base is not None and model.role == "control" and verdict == "fails" == status(base.evaluation):
+        details.append("More steps alone are not enough.")
+    if base is not None and model.role in ("intervention", "control"):
         cost = number_text(evaluation.in_window.loss.mean - base.evaluation.in_window.loss.mean, "+.3f")
         details.append(f"Inside the training length, its loss minus that of {base.evaluation.model} is {cost}.")
     return Finding(model, verdict, headline, " ".join([*details, _use(evaluation)]))

@@ -9,7 +9,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.summary import findings, too_sh
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 
-SHARED = ("data", "text_column", "tokenizer", "training_length", "attention_window", "length")
+SHARED = ("data", "split", "text_column", "tokenizer", "training_length", "attention_window", "length", "sequences")
 """Options of the diagnosis that the next commands require, too."""
 MORE = 4
 """Factor on texts or lengths of the next measurement, and the steps of a further training."""
@@ -115,7 +115,7 @@ def _after_failure(one: Measured) -> Step:
         rate, sequences = f"{share * one.recipe.learning_rate:.3g}", str(one.recipe.sequences)
         longer += ("--learning-rate", rate, "--per-device-train-batch-size", sequences)
     steps = ("--intervention", "state_passing", *longer, "--output", output)
-    training = one.command("train", *steps, without=["length"])
+    training = one.command("train", *steps, without=["split", "length", "sequences"])
     return Step(why, (training, one.command("diagnose", output, "--roles", "base,intervention")))
 
 

@@ -110,10 +110,10 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
 
 
 def harm_share_text(patching: HeadPatching, estimate: Estimate) -> str:
-    """ "97%", "all" also for more, or "none shown"."""
+    """ "97%", "all" also for more, or "no significant share"."""
     share = patching.share(estimate)
     if share is None or not _shown(estimate):
-        return "none shown"
+        return "no significant share"
     return "all" if share >= 1 else f"{share:.0%}"
 
 
@@ -187,7 +187,9 @@ def _facts(states: StateDiagnosis) -> dict[str, str]:
         inside, last = (fmean(rank.counted[place] for rank in ranks) for place in (states.last_inside, -1))
         facts["Effective rank"] = f"{inside:.3g}, at the end {last:.3g}, of {fmean(rank.most for rank in ranks):.3g}"
     group = _group_of(states, drifting)
-    if states.patching is not None and states.patching.harmful and group is not None:
+    if states.patching is not None and not states.patching.harmful:
+        facts["Share of the excess loss from heads that drift"] = "no excess loss"
+    elif states.patching is not None and group is not None:
         facts["Share of the excess loss from heads that drift"] = harm_share_text(states.patching, group.restored)
     if harm is not None:
         for name, values in (("states", harm.recurrent), ("attention", harm.attention)):
@@ -218,7 +220,7 @@ def _drift_reason(states: StateDiagnosis, status: Status) -> str:
     one = len(drifting) == 1
     clause = f"{len(drifting):,} of its {_counted(states)} drift{'s' * one}"
     named = f"{drifting[0].name}{'' if one else ' the furthest'}"
-    left = left_text(states)
+    left = left_text(states) if status != "generalizes" else ""  # such a training may have covered other states
     clause = f"{left} ({clause}, {named})" if left else f"{clause}{': ' if one else ', '}{named}"
     if status == "generalizes":
         return f"{clause}, without excess loss"
