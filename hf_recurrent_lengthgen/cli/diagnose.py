@@ -69,18 +69,22 @@ def run(arguments: Sequence[str]) -> int:
     print(f"{cache_note(inputs.cache)}\nReport: {page}")
     chosen = {name: value for name, value in vars(options).items() if value != parser.get_default(name)}
     names = [subject.name for subject in inputs.subjects]
-    for step in next_steps(diagnosis, names, chosen, [_recipe(name) for name in names]):
+    for step in next_steps(diagnosis, names, chosen, [_recipe(name, inputs.data.source.name) for name in names]):
         print("\n".join([f"\nNext: {step.why}.", *(f"  {command}" for command in step.commands)]))
     return 0
 
 
-def _recipe(name: str) -> "Recipe | None":
+def _recipe(name: str, data: str) -> "Recipe | None":
     """The last training of a checkpoint, if its lineage has one."""
+    from hf_recurrent_lengthgen.checkpoints.methods import PLAIN
     from hf_recurrent_lengthgen.checkpoints.records import trainings
     from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import Recipe
 
     last = next(reversed(trainings(name)), None)
-    return None if last is None else Recipe(last.settings[-1].learning_rate, last.rows_per_step)
+    if last is None:
+        return None
+    split = last.data.split if last.data.name == data else None
+    return Recipe(last.settings[-1].learning_rate, last.rows_per_step, last.methods[0] == PLAIN, split)
 
 
 def _repeated_token(tokenizer: Any, text: str | None) -> int | None:

@@ -36,10 +36,12 @@ def token_unit(tokenizer: Any) -> str:
 
 
 def chosen_split(data: str, split: str | None, default: str) -> str:
-    """The split, without one the only split of the data, else the default."""
+    """The split, without one the only split of the data, else the default, or "test" if there is no "validation"."""
     if split is not None or data == STANDARD_LIBRARY:
         return split or default
     names = split_names(data)
+    if default == "validation" and default not in names and "test" in names:
+        return "test"
     return names[0] if len(names) == 1 else default
 
 

@@ -79,10 +79,10 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
             method = methods[folder] + label.removeprefix(short[name]) if seed else ""
             subjects.append(Subject(name, label, role, model, window, method, seed))
     source = stream.source
-    read = {one.label: [run.data for run in trainings(one.name) if run.data.name == source.name] for one in subjects}
-    seen = [label for label, data in read.items() if any(splits_overlap(one.split or split, split) for one in data)]
+    read = {short[name]: [run.data for run in trainings(name) if run.data.name == source.name] for name in names}
+    seen = [name for name, data in read.items() if any(splits_overlap(one.split or split, split) for one in data)]
     if seen:
-        source = replace(source, selection=f"training data of {', '.join(seen)}")
+        source = replace(source, selection=f"by its name training data of {', '.join(seen)}")
     data = DataRecord(source, token_unit=token_unit(tokenizer))
     return Inputs(subjects, tokenizer, training_length, array, data, cache)
 
@@ -109,7 +109,8 @@ def load_models(options: argparse.Namespace, window: str | None) -> list[Any]:
 def ready(subject: Subject, inputs: Inputs, what: str, device: str | None) -> Any:
     """The model of a subject on the device, with its window, after a line that says what is done with it."""
     sequences, length = inputs.tokens.shape
-    print(f"{what} {subject.label} on {sequences} sequences of {length - 1:,} {inputs.data.token_unit}s")
+    many = f"{sequences} sequence{'s' * (sequences > 1)}"
+    print(f"{what} {subject.label} on {many} of {length - 1:,} {inputs.data.token_unit}s")
     return on_device(with_window(subject.model, subject.window), device)
 
 

@@ -154,7 +154,7 @@ class NearestOptions(argparse.ArgumentParser):
             named = [getattr(parser, "_option_string_actions", {}) for parser in parsers]
             known = [option for options in named for option in options]
             words = (word.partition("=")[0] for word in message.split() if word.startswith("--"))
-            near = [similar for word in words for similar in difflib.get_close_matches(word, known, 1)]
+            near = [one for word in words for one in difflib.get_close_matches(word, {*known} - {word}, 1, 0.8)]
             message += f"; did you mean {', '.join(near)}?" if near else ""
         super().error(message)
 

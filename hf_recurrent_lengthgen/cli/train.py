@@ -1,6 +1,5 @@
 """`lengthgen train`: train or post-train a model with any intervention."""
 
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from hf_recurrent_lengthgen.cli.options import RunParser, read_options
 from hf_recurrent_lengthgen.cli.run_arguments import PROMPTS, USUAL_LENGTH, RunArguments
 from hf_recurrent_lengthgen.cli.shared_options import HOW
 from hf_recurrent_lengthgen.cli.train_data import evaluation_data, stream_of, training_data, with_training_length
-from hf_recurrent_lengthgen.data import PaddingCollator, splits_overlap
+from hf_recurrent_lengthgen.data import PaddingCollator, rest_of, splits_overlap
 from hf_recurrent_lengthgen.data.tasks import DEPTHS, KeyGrid, PasskeyGrid, RetrievalGrid, TaskStrings
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
@@ -38,8 +37,7 @@ from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 from hf_recurrent_lengthgen.trainers.run.resume import checkpoints_of, newest_complete_checkpoint
 
 RESUME = ("--resume", "--resume-from-checkpoint")
-SLICE = re.compile(r"(?P<split>\w+)\[(?:(?P<start>\d+%):|:(?P<stop>\d+%))\]")
-"""The beginning or the end of a split, whose rest is held out."""
+
 command_parser = RunParser
 
 
@@ -61,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _without_resume(arguments: Sequence[str]) -> list[str]:
-    """The options that repeat a run that was resumed, which has the result of one that was not."""
+    """The options without those of a resume, so that a card has a command that can start the run."""
     kept, before = [], ""
     for word in arguments:
         name = word.partition("=")[0].replace("_", "-")
@@ -303,8 +301,8 @@ def _record_task(config: Any, task: TaskStrings, row_length: int) -> None:
 def _held_out(settings: RunArguments) -> list[str]:
     """Options of `lengthgen evaluate` that name held-out text."""
     data, split = settings.eval_data or settings.data, settings.eval_split
-    if settings.eval_data is None and split is None and (part := SLICE.fullmatch(settings.chosen_split)):
-        split = f"{part['split']}[{part['stop'] or ''}:{part['start'] or ''}]"  # the rest
+    if settings.eval_data is None and split is None:
+        split = rest_of(settings.chosen_split)
     options = {"--data": data, "--split": split, "--text-column": settings.text_column}
     changed = {name: value for name, value in options.items() if value not in (None, HOW[name].get("default"))}
     return [word for option in changed.items() for word in option]
@@ -312,14 +310,16 @@ def _held_out(settings: RunArguments) -> list[str]:
 
 def _trained_on(settings: RunArguments, text: Sequence[str]) -> str:
     """A line if the text that `lengthgen evaluate` would read, by its options `text`, is that of the training."""
-    if settings.of_symbols or settings.task in ("passkey", "examples") or settings.eval_data is not None:
+    other = settings.eval_data not in (None, settings.data)
+    if settings.of_symbols or settings.task in ("passkey", "examples") or other:
         return ""
     given = text[text.index("--split") + 1] if "--split" in text else None
     if not splits_overlap(settings.chosen_split, chosen_split(settings.data, given, "validation")):
         return ""
+    part = f"{settings.chosen_split.partition('[')[0]}[:90%]"
     return (
         "\nIt was trained on this text. For the loss on unseen text, give other text with --data, or train with "
-        '--split "train[:90%]", or on a folder with train.txt and validation.txt.'
+        f'--split "{part}", or on a folder with train.txt and validation.txt.'
     )
 
 

@@ -8,10 +8,12 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sysconfig
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,8 +52,14 @@ class Corpus:
     validation: tuple[Document, ...]
 
     def texts(self, split: str) -> list[str]:
-        """Texts of `split`, "train" or "validation", in the order of the documents' names."""
-        return [document.text for document in {"train": self.train, "validation": self.validation}[split]]
+        """Texts of `split`, "train" or "validation" or slices of these, in the order of the documents' names."""
+        parts = {"train": self.train, "validation": self.validation}
+        if wrong := [name for name in _names_in(split) if name not in parts]:
+            raise ValueError(f"there is no split {wrong[0]!r}; give one of {', '.join(parts)}, or slices of them")
+        if split in parts:
+            return [document.text for document in parts[split]]
+        ranges = _ranges(split, {name: len(part) for name, part in parts.items()})
+        return [document.text for name, start, stop in ranges for document in parts[name][start:stop]]
 
 
 def standard_library_corpus(folder: str | Path | None = None) -> Corpus:
@@ -123,11 +131,10 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
     files = _files_of_splits(path_or_name)
     try:
         name, options = _builder_of(files) if files else (str(Path(path_or_name).expanduser()), {})
-        whole, sliced, _ = split.partition("[")
-        if sliced and name == "text" and len(files.get(whole, ())) == 1:  # one row
-            (text,) = datasets.load_dataset(name, split=whole, **options)["text"]
-            parts = datasets.ReadInstruction.from_spec(split).to_absolute({whole: len(text)})
-            return datasets.Dataset.from_dict({"text": [text[part.from_ : part.to] for part in parts]})
+        if name == "text" and "[" in split and all(len(files.get(one, ())) == 1 for one in _names_in(split)):
+            texts = {one: datasets.load_dataset(name, split=one, **options)["text"][0] for one in _names_in(split)}
+            ranges = _ranges(split, {one: len(text) for one, text in texts.items()})
+            return datasets.Dataset.from_dict({"text": [texts[one][start:stop] for one, start, stop in ranges]})
         rows = datasets.load_dataset(name, split=split, **options)
         rows.data.validate(full=True)  # JSON is read whatever its encoding, and fails at the first look at a row
         return rows
@@ -188,14 +195,41 @@ def split_names(path_or_name: str | Path) -> list[str]:
 
 
 def splits_overlap(one: str, other: str) -> bool:
-    """Whether two splits, or slices of them, have data in common, with percents and rows as they would be read."""
+    """Whether two splits, or slices of them, have data in common; true if that depends on the number of rows."""
+    if not {*_names_in(one)} & {*_names_in(other)}:
+        return False
+    numbers = [number for part in re.findall(r"\[(.*?)\]", one + other) for number in part.split(":") if number]
+    rows = [number for number in numbers if not number.endswith("%")]
+    if rows and (len(rows) < len(numbers) or any(number.startswith("-") for number in rows)):
+        return True
+    sizes = dict.fromkeys([*_names_in(one), *_names_in(other)], 10**9)
+    pairs = product(_ranges(one, sizes), _ranges(other, sizes))
+    return any(a == b and max(start, begin) < min(stop, end) for (a, start, stop), (b, begin, end) in pairs)
+
+
+def rest_of(split: str) -> str | None:
+    """What a slice at the beginning or the end of a split leaves of it, "train[90%:]" for "train[:90%]"; else None."""
+    name, *others = _names_in(split)
+    size, unit = (100, "%") if "%" in split else (10**9, "")
+    if others or "[" not in split or (not unit and "-" in split):
+        return None
+    [(_, start, stop)] = _ranges(split, {name: size})
+    if start == 0 < stop < size:
+        return f"{name}[{stop}{unit}:]"
+    return f"{name}[:{start}{unit}]" if 0 < start < stop == size else None
+
+
+def _names_in(split: str) -> list[str]:
+    """The splits that a specification of slices is of: "train" and "test" for "train[:9]+test"."""
+    return [re.split(r"[\[(]", part)[0].strip() for part in split.split("+")]
+
+
+def _ranges(split: str, sizes: dict[str, int]) -> list[tuple[str, int, int]]:
+    """The name, start and end of each slice, of splits of these sizes; a `ValueError` if it is none."""
     from datasets import ReadInstruction
 
-    sizes = {split.partition("[")[0]: 10**9 for split in (one, other)}
-    if len(sizes) == 2:
-        return False
-    read, also = (ReadInstruction.from_spec(split).to_absolute(sizes) for split in (one, other))
-    return any(max(a.from_, b.from_) < min(a.to, b.to) for a in read for b in also)
+    parts = ReadInstruction.from_spec(split).to_absolute(sizes)
+    return [(part.splitname, part.from_, part.to) for part in parts]
 
 
 def _files_of_splits(path_or_name: str | Path) -> dict[str, list[str]]:
@@ -217,8 +251,9 @@ def _files_of_splits(path_or_name: str | Path) -> dict[str, list[str]]:
         from datasets import config
 
         name = str(path_or_name)
-        prepared = Path(config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()
-        if not prepared and is_out_of_reach("datasets", name):
+        folders = [folder.name for folder in Path(config.HF_DATASETS_CACHE).glob("*")]  # in snake case
+        prepared = {re.sub(r"[\W_]", "", folder).lower() for folder in folders}
+        if re.sub(r"[\W_]", "", name).lower() not in prepared and is_out_of_reach("datasets", name):
             raise ValueError(
                 f"there is no file or folder {name!r}, no dataset of this name in the cache, and the Hub cannot be "
                 "reached; give an existing file or folder, or connect to the network"

@@ -12,8 +12,10 @@ import pytest
 
 from hf_recurrent_lengthgen.data import (
     Corpus,
+    Document,
     corpora,
     load_texts,
+    rest_of,
     split_names,
     splits_overlap,
     standard_library_corpus,
@@ -239,10 +241,43 @@ def test_slices_of_one_text_are_of_its_characters(tmp_path: Path) -> None:
         ("train[:10]", "train[10:20]", False),
         ("train[:30%]+train[70%:]", "train[30%:70%]", False),
         ("train[:30%]+train[70%:]", "train[60%:80%]", True),
+        ("train+validation", "validation", True),
+        ("train+validation[:50%]", "validation[50%:]", False),
+        ("train[:1000]", "train[50%:]", True),
+        ("train[-5:]", "train[:100]", True),
+        ("train[-10%:]", "train[:90%]", False),
     ],
 )
 def test_which_splits_overlap(one: str, other: str, expected: bool) -> None:
     assert splits_overlap(one, other) == splits_overlap(other, one) == expected
+
+
+@pytest.mark.parametrize(
+    ("split", "rest"),
+    [
+        ("train[:90%]", "train[90%:]"),
+        ("test[90%:]", "test[:90%]"),
+        ("train[-10%:]", "train[:90%]"),
+        ("train[:1000]", "train[1000:]"),
+        ("train[5:]", "train[:5]"),
+        *((split, None) for split in ("train", "train[:100%]", "train[10%:90%]", "train[:9]+test", "train[-5:]", "")),
+    ],
+)
+def test_the_rest_of_a_split(split: str, rest: str | None) -> None:
+    assert rest_of(split) == rest
+    assert rest is None or not splits_overlap(split, rest)
+
+
+def test_slices_of_several_splits(tmp_path: Path) -> None:
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.txt").write_text(f"0123456789{name}")
+    assert load_texts(tmp_path, "train[:10]+validation[10:]") == ["0123456789", "validation"]
+    assert load_texts(tmp_path, "train+validation[:2]") == ["0123456789train", "01"]
+    corpus = Corpus("", tuple(Document(name, name) for name in "abcde"), (Document("f", "f"),))
+    assert corpus.texts("train[:40%]") == ["a", "b"]
+    assert corpus.texts("train[80%:]+validation") == ["e", "f"]
+    with pytest.raises(ValueError, match="no split 'test'; give one of train, validation"):
+        corpus.texts("test")
 
 
 def test_a_folder_without_texts_names_the_files_that_can_be_read(tmp_path: Path) -> None:

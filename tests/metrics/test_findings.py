@@ -161,6 +161,13 @@ def test_a_training_goes_by_the_one_before_it() -> None:
     assert "--max-steps 400 --learning-rate 0.003" in again
     assert "--output a-state-passing-3 " in again
     assert "folder/a-state-passing-2 a-state-passing-3 " in measure
+    held_out = {"split": "train[90%:]"}
+    model = diagnosed("other", "a", 1.4, states({(1, 2): 47.3}))
+    again, measure = step(model, recipe=recipe._replace(plain=False, split="train[:80%]"), **held_out).commands
+    assert "--learning-rate 0.003 " in again
+    assert "--split 'train[:80%]'" in again
+    assert "--split 'train[90%:]'" in measure
+    assert "--split 'train[:90%]'" in step(model, **held_out).commands[0]
 
 
 def test_harm_of_attention_is_not_said_to_be_fixed_by_states() -> None:

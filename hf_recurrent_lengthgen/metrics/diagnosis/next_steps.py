@@ -3,8 +3,10 @@
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from hf_recurrent_lengthgen.data import rest_of
 from hf_recurrent_lengthgen.metrics.context_harm.summary import findings, too_short
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
@@ -25,10 +27,13 @@ class Step(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The learning rate (its peak) of a training, and the sequences of a step."""
+    """The learning rate (its peak) of a training, the sequences of a step, whether it had no method, and its split,
+    if it read the data of the diagnosis."""
 
     learning_rate: float
     sequences: int
+    plain: bool = True
+    split: str | None = None
 
 
 class Measured(NamedTuple):
@@ -105,7 +110,7 @@ def _after_failure(one: Measured) -> Step:
         f"{one.label} was not trained from states like those of long texts: train it with state passing, best with a "
         "tenth of the learning rate of its pre-training (--learning-rate)"
     )
-    if one.model.role == "intervention":
+    if one.model.role == "intervention" or (one.recipe is not None and not one.recipe.plain):
         longer = ("--max-steps", str(MORE * STEPS))
         drifts = states is not None and states.drifting
         cause = f"the states of {one.label} still leave the training distribution" if drifts else f"{one.label} fails"
@@ -114,6 +119,9 @@ def _after_failure(one: Measured) -> Step:
     if one.recipe is not None:
         rate, sequences = f"{share * one.recipe.learning_rate:.3g}", str(one.recipe.sequences)
         longer += ("--learning-rate", rate, "--per-device-train-batch-size", sequences)
+    part = (one.recipe and one.recipe.split) or rest_of(one.options.get("split", ""))
+    if part not in (None, "train"):
+        longer += ("--split", part)
     steps = ("--intervention", "state_passing", *longer, "--output", output)
     training = one.command("train", *steps, without=["split", "length", "sequences"])
     return Step(why, (training, one.command("diagnose", output, "--roles", "base,intervention")))
@@ -121,6 +129,6 @@ def _after_failure(one: Measured) -> Step:
 
 def _output(path: str) -> str:
     """ "NAME-state-passing" for a model, then "NAME-state-passing-2" and so on."""
-    name = path.rstrip("/").rpartition("/")[2]
+    name = Path(path).name or Path(path).resolve().name
     before = re.fullmatch(r"(.+-state-passing)(?:-(\d+))?", name)
     return f"{before[1]}-{int(before[2] or 1) + 1}" if before else f"{name}-state-passing"
