@@ -119,9 +119,9 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
         path_or_name: A .txt, .jsonl, .json or .parquet file, a folder of files of one kind or a pattern such as
             "texts/*.txt", a folder written by `save_to_disk`, or (if no such file or folder exists) the name of a
             dataset on the Hub. A .txt file is one text; line ends are read as "\\n", without a byte order mark.
-        split: A split, or slices of it such as "train[:90%]" and "train[90%:]", of rows, or of the characters of a
-            single .txt file. A single file, the files of a pattern and a single `Dataset` saved to disk are the split
-            "train".
+        split: A split, or slices of it such as "train[:90%]" and "train[90%:]": percents of rows, or of the characters
+            of a single .txt file. A single file, the files of a pattern and a single `Dataset` saved to disk are the
+            split "train".
 
     Raises:
         ValueError: for data that are missing or cannot be read.
@@ -131,7 +131,7 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
     files = _files_of_splits(path_or_name)
     try:
         name, options = _builder_of(files) if files else (str(Path(path_or_name).expanduser()), {})
-        if name == "text" and "[" in split and all(len(files.get(one, ())) == 1 for one in _names_in(split)):
+        if name == "text" and "%" in split and all(len(files.get(one, ())) == 1 for one in _names_in(split)):
             texts = {one: datasets.load_dataset(name, split=one, **options)["text"][0] for one in _names_in(split)}
             ranges = _ranges(split, {one: len(text) for one, text in texts.items()})
             return datasets.Dataset.from_dict({"text": [texts[one][start:stop] for one, start, stop in ranges]})

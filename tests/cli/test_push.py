@@ -82,7 +82,7 @@ def test_the_card_is_written(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
     options = ["--license", "mit", "--language", "en", "de", "--datasets", "owner/texts", "--authors", "A. Person"]
     assert main(["card", str(folder), *options, "--repo", "me/mine"]) == 0
     shown = capsys.readouterr().out
-    assert shown == f"Written: {folder / 'README.md'}\n"
+    assert shown == f"Written: {folder / 'README.md'} (without numbers: --results adds them)\n"
     data: Any = metadata_load(folder / "README.md")
     assert (data["license"], data["language"], data["datasets"]) == ("mit", ["en", "de"], ["owner/texts"])
     text = (folder / "README.md").read_text()

@@ -121,7 +121,7 @@ BAD_STATES: dict[str, tuple[Callable[[RecurrentState], Any], str]] = {
     ),
     "dtype": (
         replaced(1, conv=torch.zeros(3, 5, 3).bfloat16()),
-        "torch.float32 on cpu (states stay in full precision",
+        "torch.float32 on cpu (full precision; state_to moves states",
     ),
     "device": (
         replaced(0, recurrent=torch.zeros(3, 2, 3, 4, device="meta")),
