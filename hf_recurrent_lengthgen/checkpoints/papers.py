@@ -61,10 +61,7 @@ UNEXPLORED_STATES = Paper(
     "Understanding and Improving Length Generalization in Recurrent Models",
 )
 LEARNED_STATE = Paper(
-    "2604.01168",
-    "Young, Jack",
-    2026,
-    "{S0} Tuning: Zero-Overhead Adaptation of Hybrid Recurrent-Attention Models",
+    "2604.01168", "Young, Jack", 2026, "{S0} Tuning: Zero-Overhead Adaptation of Hybrid Recurrent-Attention Models"
 )
 MIMETIC = Paper(
     "2410.11135",

@@ -31,9 +31,7 @@ PURPOSES = {
         "maps": "attention maps of recurrent and attention layers",
         "harness": "run lm-evaluation-harness, with its tasks and those of papers",
     },
-    "Read a text once, ask many times": {
-        "state": "read a text, store the state in a file, answer from it",
-    },
+    "Read a text once, ask many times": {"state": "read a text, store the state in a file, answer from it"},
     "Convert and publish": {
         "convert": "convert a checkpoint of another library to this package",
         "export": "convert a checkpoint to the layout of another library",

@@ -17,11 +17,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
 )
 from hf_recurrent_lengthgen.hybrids.registry import check_uses
 from hf_recurrent_lengthgen.hybrids.rows import rows_of, text_positions, uncounted
-from hf_recurrent_lengthgen.models.modeling_generation import (
-    NOT_OBEYED,
-    RecurrentGenerationMixin,
-    virtual_tokens,
-)
+from hf_recurrent_lengthgen.models.modeling_generation import NOT_OBEYED, RecurrentGenerationMixin, virtual_tokens
 from hf_recurrent_lengthgen.models.rows import check_prompts
 from hf_recurrent_lengthgen.models.state_learned import recorded
 from hf_recurrent_lengthgen.models.state_value import RecurrentState

@@ -55,8 +55,7 @@ SUPPORTED = {
     "mamba": StockType(SELECTIVE, no_adapters=("out_proj", "dt_proj"), state_field="state_size"),
     "mamba2": StockType(SSD, no_adapters=("out_proj",), state_field="state_size"),
     "minimax": StockType(
-        DELTA,
-        no_expansion="its decays are fixed numbers of each head, which merged heads cannot share",
+        DELTA, no_expansion="its decays are fixed numbers of each head, which merged heads cannot share"
     ),
     "nemotron_h": StockType(SSD, no_adapters=("out_proj",), state_field="ssm_state_size"),
     "olmo_hybrid": StockType(DELTA, no_expansion=_UNIT_KEYS),

@@ -45,12 +45,7 @@ from hf_recurrent_lengthgen.hybrids.rows import (
     rows_of,
     scale_router_loss,
 )
-from hf_recurrent_lengthgen.hybrids.windows import (
-    check_same_window,
-    limits_of,
-    obey_window,
-    set_window,
-)
+from hf_recurrent_lengthgen.hybrids.windows import check_same_window, limits_of, obey_window, set_window
 from hf_recurrent_lengthgen.models.rows import token_shape
 from hf_recurrent_lengthgen.models.state_learned import recorded
 from hf_recurrent_lengthgen.models.state_value import (

@@ -280,11 +280,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         return inputs
 
     def generate(
-        self,
-        inputs: Tensor | None = None,
-        *args: Any,
-        initial_state: RecurrentState | None = None,
-        **kwargs: Any,
+        self, inputs: Tensor | None = None, *args: Any, initial_state: RecurrentState | None = None, **kwargs: Any
     ) -> Any:
         """`GenerationMixin.generate` that can continue from a state.
 

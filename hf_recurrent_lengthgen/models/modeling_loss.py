@@ -152,8 +152,4 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         found = [(x * upstream).to(dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         of_weights = iter(found[1:])
-        return (
-            *[None] * 4,
-            found[0],
-            *(next(of_weights) if needed else None for needed in ctx.needs_input_grad[5:]),
-        )
+        return (*[None] * 4, found[0], *(next(of_weights) if needed else None for needed in ctx.needs_input_grad[5:]))

@@ -284,13 +284,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         )
 
     def _through_layers(
-        self,
-        x: Tensor,
-        state: RecurrentState,
-        rows: Rows,
-        moved: MovedRows | None,
-        keep_all: bool,
-        keep_states: bool,
+        self, x: Tensor, state: RecurrentState, rows: Rows, moved: MovedRows | None, keep_all: bool, keep_states: bool
     ) -> tuple[list[Tensor], RecurrentState]:
         """Hidden states before each layer, with `keep_all`, and after the final norm; and the state after, or ()."""
         hidden_states, states = [], []

@@ -25,15 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .scan_backends import (
-    Inputs,
-    ScanBackend,
-    backward_once,
-    chunked_scan,
-    decayed_and_written,
-    read_out,
-    run_scan,
-)
+from .scan_backends import Inputs, ScanBackend, backward_once, chunked_scan, decayed_and_written, read_out, run_scan
 
 try:
     from .scan_selective_kernel import ScanOfModules, selective_scan

@@ -11,13 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
-    Format,
-    Settings,
-    check_settings,
-    plain,
-    same_names,
-)
+from hf_recurrent_lengthgen.checkpoints.conversion.formats import Format, Settings, check_settings, plain, same_names
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba3Config, StatefulMambaConfig
 

@@ -85,10 +85,7 @@ def diagnosis_figures(diagnosis: Diagnosis) -> dict[str, Figure]:
 
 
 def diagnosis_page(
-    diagnosis: Diagnosis,
-    loading: str | None = None,
-    further: str = "",
-    figures: Mapping[str, Figure] | None = None,
+    diagnosis: Diagnosis, loading: str | None = None, further: str = "", figures: Mapping[str, Figure] | None = None
 ) -> str:
     """The HTML text of a self-contained page, in light and dark, for desktop and phone.
 

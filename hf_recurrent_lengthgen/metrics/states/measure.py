@@ -195,11 +195,7 @@ def patched_groups(order: Sequence[Head], drift: int, alone: int) -> dict[str, H
 
 
 def _patching(
-    model: nn.Module,
-    tokens: Tokens,
-    states: StateDiagnosis,
-    groups: dict[str, Heads],
-    settings: EvaluationSettings,
+    model: nn.Module, tokens: Tokens, states: StateDiagnosis, groups: dict[str, Heads], settings: EvaluationSettings
 ) -> HeadPatching:
     reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress}
     result = patch_heads(model, tokens, states.training_length, list(groups.values()), **reading)
