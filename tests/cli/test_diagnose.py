@@ -50,10 +50,11 @@ def test_a_diagnosis_of_all_parts(
     assert prompt.token == 13  # ByT5's bytes begin at 3
     shown = capsys.readouterr().out
     assert f"Diagnosing {checkpoint.name} on 3 sequences of 64 bytes" in shown
-    names = "Heads that drift", "Effective rank", "Effective Remembrance", "Misalignment", "Constant prompt"
+    share = "Share of the excess loss from heads that drift"
+    names = "Heads that drift", "Effective rank", share, "Effective Remembrance", "Misalignment", "Constant prompt"
     assert re.search(rf"model +{' +'.join(names)}\n", shown)
     rank = r"\d\S*, at the end \d\S*, of \d+"
-    numbers = rf"{rank} +0\.\d+ \(.+\) +\d+\.\d+ \(.+\) nats +(passes|fails at)"
+    numbers = rf"{rank} +no excess loss +0\.\d+ \(.+\) +\d+\.\d+ \(.+\) nats +(passes|fails at)"
     assert re.search(rf"{checkpoint.name} +unknown from 3 sequences +{numbers}", shown)
     assert f"Report: {tmp_path / 'out' / 'index.html'}" in shown
     files = {path.name for path in (tmp_path / "out").iterdir()}
