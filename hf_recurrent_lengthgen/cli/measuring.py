@@ -82,7 +82,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     read = {short[name]: [run.data for run in trainings(name) if run.data.name == source.name] for name in names}
     seen = [name for name, data in read.items() if any(splits_overlap(one.split or split, split) for one in data)]
     if seen:
-        source = replace(source, selection=f"by its name training data of {', '.join(seen)}")
+        source = replace(source, selection=f"the same name as the training data of {', '.join(seen)}")
     data = DataRecord(source, token_unit=token_unit(tokenizer))
     return Inputs(subjects, tokenizer, training_length, array, data, cache)
 

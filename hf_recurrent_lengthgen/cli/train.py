@@ -300,21 +300,24 @@ def _record_task(config: Any, task: TaskStrings, row_length: int) -> None:
 
 def _held_out(settings: RunArguments) -> list[str]:
     """Options of `lengthgen evaluate` that name held-out text."""
-    data, split = settings.eval_data or settings.data, settings.eval_split
-    if settings.eval_data is None and split is None:
-        split = rest_of(settings.chosen_split)
-    options = {"--data": data, "--split": split, "--text-column": settings.text_column}
+    data = settings.eval_data or settings.data
+    options = {"--data": data, "--split": _held_out_split(settings), "--text-column": settings.text_column}
     changed = {name: value for name, value in options.items() if value not in (None, HOW[name].get("default"))}
     return [word for option in changed.items() for word in option]
 
 
-def _trained_on(settings: RunArguments, text: Sequence[str]) -> str:
-    """A line if the text that `lengthgen evaluate` would read, by its options `text`, is that of the training."""
+def _held_out_split(settings: RunArguments) -> str | None:
+    """The split for evaluations, else what a slice in training left of its split; None leaves the choice open."""
+    return settings.eval_split or (rest_of(settings.chosen_split) if settings.eval_data is None else None)
+
+
+def _trained_on(settings: RunArguments) -> str:
+    """A line if the text that `lengthgen evaluate` would read is that of the training."""
     other = settings.eval_data not in (None, settings.data)
     if settings.of_symbols or settings.task in ("passkey", "examples") or other:
         return ""
-    given = text[text.index("--split") + 1] if "--split" in text else None
-    if not splits_overlap(settings.chosen_split, chosen_split(settings.data, given, "validation")):
+    evaluated = chosen_split(settings.data, _held_out_split(settings), "validation")
+    if not splits_overlap(settings.chosen_split, evaluated):
         return ""
     part = f"{settings.chosen_split.partition('[')[0]}[:90%]"
     return (
@@ -343,6 +346,4 @@ def _next_step(
     check = [["lengthgen", "verify", output]] if has_states and not _state_alone(training) else []
     if holds_adapter(output):
         check = [["lengthgen", "merge", output, "--output", f"{output}-merged"]]
-    return (
-        f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*check, command]))}{_trained_on(settings, text)}"
-    )
+    return f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*check, command]))}{_trained_on(settings)}"

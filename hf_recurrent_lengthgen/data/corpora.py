@@ -132,7 +132,8 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
     try:
         name, options = _builder_of(files) if files else (str(Path(path_or_name).expanduser()), {})
         if name == "text" and "%" in split and all(len(files.get(one, ())) == 1 for one in _names_in(split)):
-            texts = {one: datasets.load_dataset(name, split=one, **options)["text"][0] for one in _names_in(split)}
+            rows = {one: datasets.load_dataset(name, split=one, **options)["text"] for one in _names_in(split)}
+            texts = {one: "".join(texts) for one, texts in rows.items()}  # an empty file has no row
             ranges = _ranges(split, {one: len(text) for one, text in texts.items()})
             return datasets.Dataset.from_dict({"text": [texts[one][start:stop] for one, start, stop in ranges]})
         rows = datasets.load_dataset(name, split=split, **options)

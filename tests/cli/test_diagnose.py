@@ -54,7 +54,7 @@ def test_a_diagnosis_of_all_parts(
     names = "Heads that drift", "Effective rank", share, "Effective Remembrance", "Misalignment", "Constant prompt"
     assert re.search(rf"model +{' +'.join(names)}\n", shown)
     rank = r"\d\S*, at the end \d\S*, of \d+"
-    numbers = rf"{rank} +no excess loss +0\.\d+ \(.+\) +\d+\.\d+ \(.+\) nats +(passes|fails at)"
+    numbers = rf"{rank} +no excess loss shown +0\.\d+ \(.+\) +\d+\.\d+ \(.+\) nats +(passes|fails at)"
     assert re.search(rf"{checkpoint.name} +unknown from 3 sequences +{numbers}", shown)
     assert f"Report: {tmp_path / 'out' / 'index.html'}" in shown
     files = {path.name for path in (tmp_path / "out").iterdir()}

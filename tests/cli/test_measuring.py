@@ -120,8 +120,8 @@ def test_data_that_a_model_was_trained_on_are_named(
     measure = ["evaluate", out, "--length", "16", "--sequences", "2", "--output", str(tmp_path), *options]
     for split, seen in (
         ("train[50%:]", ""),
-        ("train[40%:]", ", by its name training data of out"),
-        ("train", ", by its name training data of out"),
+        ("train[40%:]", ", the same name as the training data of out"),
+        ("train", ", the same name as the training data of out"),
     ):
         assert main([*measure, "--split", split]) == 0
         assert f"Data: {text_file.name}, split {split}{seen}\n" in capsys.readouterr().out

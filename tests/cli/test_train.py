@@ -221,7 +221,7 @@ def test_a_learned_state_is_saved_alone(
     command, remark = saved.partition("Next: lengthgen ")[2].split("\n", 1)
     assert remark.startswith("It was trained on this text. ")
     assert main([*shlex.split(command), *options]) == 0
-    assert "split train, by its name training data of out\n" in capsys.readouterr().out
+    assert "split train, the same name as the training data of out\n" in capsys.readouterr().out
     base, learned = read_result(tmp_path / "evaluation" / "result.json", Comparison).models
     assert base.evaluation.weights != learned.evaluation.weights
     assert base.evaluation.in_window.loss != learned.evaluation.in_window.loss
@@ -265,7 +265,7 @@ def test_the_lines_of_what_to_do_next_run_as_they_are(
     [measured] = tmp_path.glob("evaluation/result.json")
     expected = "validation" if text["data"] == "saved" else "train"
     description = read_result(measured, Comparison).models[0].evaluation.data.description
-    seen = ", by its name training data of out" if text["data"] == "a name.txt" else ""
+    seen = ", the same name as the training data of out" if text["data"] == "a name.txt" else ""
     assert description == f"{text.get('eval_data', text['data'])}, split {expected}{seen}"
 
 

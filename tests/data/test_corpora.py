@@ -227,6 +227,10 @@ def test_slices_of_one_text_are_of_its_characters(tmp_path: Path) -> None:
         assert load_texts(book, split) == expected
     with pytest.raises(ValueError, match="empty"):
         load_texts(book, "train[100%:]")
+    book.with_name("empty.txt").write_text("")
+    with pytest.raises(ValueError, match="empty"):
+        load_texts(book.with_name("empty.txt"), "train[:50%]")
+    book.with_name("empty.txt").unlink()
     book.with_name("other.txt").write_text("ab")
     assert load_texts(tmp_path, "train[:50%]") == ["0123456789"]  # of two texts, one
 

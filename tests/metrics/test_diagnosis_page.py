@@ -105,7 +105,7 @@ def test_every_number_is_in_the_table(page: str) -> None:
     for numbers in (
         "+1.400 +1.390 to +1.410 +0.020 +0.010 to +0.030",
         "Heads that drift 3 of 8, layer 1, head 2 the furthest none of 8",
-        "Share of the excess loss from heads that drift 97% no excess loss",
+        "Share of the excess loss from heads that drift 97% no excess loss shown",
         "Effective Remembrance 0.200 (0.190 to 0.210) 0.030 (0.020 to 0.040)",
         "Constant prompt fails at 32 tokens passes",
     ):

@@ -133,7 +133,7 @@ def comparison_table(models: Sequence[ComparedModel]) -> str:
         f"Context use: loss at position {early:,} minus at {late:,}": lambda result: _cell(
             result.in_window.context_use, sign=True
         ),
-        f"Perplexity more than {rise:.0%} above its best from (Definition 3.2)": lambda result: tokens(
+        f"Perplexity shown to be {rise:.0%} above its best from (Definition 3.2)": lambda result: tokens(
             result.verdict.violated_from, "nowhere"
         ),
     }

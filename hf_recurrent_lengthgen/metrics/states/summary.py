@@ -188,7 +188,7 @@ def _facts(states: StateDiagnosis) -> dict[str, str]:
         facts["Effective rank"] = f"{inside:.3g}, at the end {last:.3g}, of {fmean(rank.most for rank in ranks):.3g}"
     group = _group_of(states, drifting)
     if states.patching is not None and not states.patching.harmful:
-        facts["Share of the excess loss from heads that drift"] = "no excess loss"
+        facts["Share of the excess loss from heads that drift"] = "no excess loss shown"
     elif states.patching is not None and group is not None:
         facts["Share of the excess loss from heads that drift"] = harm_share_text(states.patching, group.restored)
     if harm is not None:

@@ -110,7 +110,7 @@ def test_a_known_failure_is_reported(work: Work, tmp_path: Path) -> None:
     )
     assert f"is {MINUS}0.200 [{MINUS}0.300, {MINUS}0.100] nats per byte" in text
     assert "; for the base model, before post-training, it is +1.000 [+0.900, +1.100]." in text
-    assert "| Perplexity more than 1% above its best from (Definition 3.2) | nowhere |" in text
+    assert "| Perplexity shown to be 1% above its best from (Definition 3.2) | nowhere |" in text
     limits = text.partition("## Limits")[2]
     assert "Known failure" not in limits
     assert "Definition 3.2" not in limits
