@@ -59,7 +59,7 @@ def test_the_planted_head_is_named_and_its_short_state_removes_the_harm(
     assert states.attention is not None
     assert states.attention.recurrent[-1].mean > 5 * abs(states.attention.attention[-1].mean)
     failing, silent = verdicts(Diagnosis("t", (broken, whole)))
-    assert failing.headline.startswith("Planted fails beyond")
+    assert failing.headline.startswith("planted fails beyond")
     assert failing.reason.startswith("The states of layer")
     assert f"left the training distribution at {worst_head.leaves_at}" in failing.reason
     assert f"layer {place[0]}, head {place[1]}" in failing.reason

@@ -147,12 +147,11 @@ def add_headings(parser: argparse.ArgumentParser, *headings: str) -> list[Any]:
 class NearestOptions(argparse.ArgumentParser):
     """A parser that names the options that are most like an unknown one."""
 
+    actions: tuple["NearestOptions", ...] = ()
+
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments: "):
-            choices = [action.choices for action in self._actions if isinstance(action.choices, dict)]
-            parsers = [self, *(parser for by_name in choices for parser in by_name.values())]  # of actions, too
-            named = [getattr(parser, "_option_string_actions", {}) for parser in parsers]
-            known = [option for options in named for option in options]
+            known = [option for parser in (self, *self.actions) for option in parser._option_string_actions]
             words = (word.partition("=")[0] for word in message.split() if word.startswith("--"))
             near = [one for word in words for one in difflib.get_close_matches(word, {*known} - {word}, 1, 0.8)]
             message += f"; did you mean {', '.join(near)}?" if near else ""
@@ -191,6 +190,8 @@ class CommandParser(NearestOptions):
 
         def add(name: str, what: str, examples: str, description: str = "") -> CommandParser:
             texts: Any = {"help": what, "description": description or f"{what[0].upper()}{what[1:]}."}
-            return actions.add_parser(name, examples=examples, **texts)
+            parser: CommandParser = actions.add_parser(name, examples=examples, **texts)
+            self.actions += (parser,)
+            return parser
 
         return add

@@ -207,7 +207,7 @@ def test_results_in_bfloat16_are_of_these_weights(work: Work, tmp_path: Path) ->
     measured = ("--data", work.text, "--split", "train", "--length", 32, "--sequences", 2, "--no-cache")
     arguments = ("evaluate", work.intervention, *measured, "--dtype", "bfloat16", "--output", tmp_path / "out")
     assert main([str(argument) for argument in arguments]) == 0
-    assert "texts of 32 bytes" in str(build_card(work.intervention, [tmp_path / "out" / "result.json"]))
+    assert "sequences of 32 bytes" in str(build_card(work.intervention, [tmp_path / "out" / "result.json"]))
 
 
 def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> None:
