@@ -120,7 +120,8 @@ class TrainingRun:
             task scores its answers only, fewer tokens are predicted.
         row_tokens: Mean number of real tokens of a sequence, if the trainer counts them.
         seconds: Wall-clock time of training, over all resumes.
-        loss: Mean of the training losses that Trainer logged, in nats per token.
+        loss: Mean of the training losses that Trainer logged, in nats per token; None if the run was resumed after its
+            last step and logged none.
         settings: The settings from step 0, and further ones if the run was resumed with other settings.
         initial_weights: Initial weights of a training from scratch.
         best_step: Step whose weights were saved, if not the last.
@@ -134,7 +135,7 @@ class TrainingRun:
     steps: int
     tokens: int
     seconds: float
-    loss: float
+    loss: float | None
     hardware: Hardware
     settings: tuple[Settings, ...]
     row_tokens: float | None = None

@@ -143,7 +143,7 @@ class TrainingRecord:
     methods: tuple[str, ...]
     steps: int
     seconds: float
-    loss: float
+    loss: float | None
     learning_rate: float | None = None
     state_drop_probability: float | None = None
 

@@ -117,6 +117,20 @@ def test_the_mean_loss_is_over_the_steps_that_each_entry_is_of() -> None:
     assert mean_loss([], 7.0, starts=[0]) == 7.0
 
 
+def test_a_run_resumed_after_its_last_step_records_no_loss_that_it_did_not_log(
+    checkpoint: Path, tmp_path: Path, text_file: Path
+) -> None:
+    options = ("--max-steps", "2", "--logging-strategy", "no", "--save-strategy", "steps", "--save-steps", "2")
+    assert train(checkpoint, tmp_path / "out", text_file, *options) == 0
+    [whole] = steps_of(tmp_path / "out")
+    assert train(checkpoint, tmp_path / "out", text_file, *options, "--resume") == 0
+    [again] = steps_of(tmp_path / "out")
+    assert whole.training is not None
+    assert again.training is not None
+    assert whole.training.loss
+    assert again.training.loss is None
+
+
 def test_training_from_scratch_has_no_source(config_file: Path, tmp_path: Path, text_file: Path) -> None:
     assert train(config_file, tmp_path / "out", text_file, "--intervention", "none", "--mimetic") == 0
     lineage: Any = read_lineage(tmp_path / "out")

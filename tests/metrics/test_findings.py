@@ -161,6 +161,11 @@ def test_a_training_goes_by_the_one_before_it() -> None:
     assert "--max-steps 400 --learning-rate 0.003" in again
     assert "--output a-state-passing-3 " in again
     assert "folder/a-state-passing-2 a-state-passing-3 " in measure
+    learned = step(diagnosed("intervention", "b", 1.4, states({(1, 2): 47.3})), recipe=recipe._replace(base="a"))
+    assert "which does not change the weights: train its base" in learned.why
+    assert learned.commands[0].startswith(
+        "lengthgen train --model a --intervention state_passing --output a-state-passing --data"
+    )
     held_out = {"split": "train[90%:]"}
     model = diagnosed("other", "a", 1.4, states({(1, 2): 47.3}))
     again, measure = step(model, recipe=recipe._replace(plain=False, split="train[:80%]"), **held_out).commands

@@ -148,6 +148,7 @@ def training_run(trainer: "InitialStateTrainer", output: TrainOutput, facts: Run
     if tokens == record.rows * record.longest:  # a block has one token more than targets
         tokens = full
     best = args.load_best_model_at_end and state.best_global_step not in (None, state.global_step)
+    last_loss = float(output.training_loss) if record.start < state.global_step else None
     return TrainingRun(
         methods=methods_of(trainer, facts.initial_weights),
         data=facts.data,
@@ -156,7 +157,7 @@ def training_run(trainer: "InitialStateTrainer", output: TrainOutput, facts: Run
         steps=state.global_step,
         tokens=tokens,
         seconds=record.seconds_before + float(output.metrics["train_runtime"]),
-        loss=mean_loss(state.log_history, float(output.training_loss), record.starts),
+        loss=mean_loss(state.log_history, last_loss, record.starts),
         hardware=_hardware(args),
         settings=record.settings(trainer),
         row_tokens=None if tokens == full else tokens / record.rows,
@@ -227,7 +228,7 @@ class RunRecord:
         return parts or (settings(trainer),)
 
 
-def mean_loss(log: list[dict[str, float]], otherwise: float, starts: Sequence[int] = ()) -> float:
+def mean_loss(log: list[dict[str, float]], otherwise: float | None, starts: Sequence[int] = ()) -> float | None:
     """Mean of the logged training losses, weighted by the steps that each is of; `otherwise` for an empty log.
 
     An entry is of the steps since the one before, or since the last of the steps `starts` at which the run resumed:

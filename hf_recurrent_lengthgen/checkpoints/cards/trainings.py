@@ -44,7 +44,7 @@ def _facts(run: TrainingRun) -> dict[str, str]:
         "Steps": f"{run.steps:,}",
         "Tokens": f"{run.tokens:,}",
         "Time": f"{run.seconds:,.0f} s on {hardware.number} x {hardware.device}{threads}",
-        "Mean loss, nats per token": number_text(run.loss, ".3f"),
+        "Mean loss, nats per token": "" if run.loss is None else number_text(run.loss, ".3f"),
         "Batch": f"{run.rows_per_step:,} sequences of {length} tokens",
         "Adapter": lora,
         "Saved weights": "" if run.best_step is None else f"step {run.best_step:,}, best in {run.best_metric}",

@@ -27,13 +27,14 @@ class Step(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The learning rate (its peak) of a training, the sequences of a step, whether it had no method, and its split,
-    if it read the data of the diagnosis."""
+    """The learning rate (its peak) of a training, the sequences of a step, whether it had no method, its split, if it
+    read the data of the diagnosis, and the checkpoint below a learned state, which is trained in its place."""
 
     learning_rate: float
     sequences: int
     plain: bool = True
     split: str | None = None
+    base: str | None = None
 
 
 class Measured(NamedTuple):
@@ -95,7 +96,7 @@ def next_steps(
 
 
 def _after_failure(one: Measured) -> Step:
-    output, states = _output(one.path), one.model.part(StateDiagnosis)
+    states = one.model.part(StateDiagnosis)
     apart = None if states is None else states.attention
     window = None if apart is None else apart.best_window(one.model.evaluation.training_length)
     if window is not None and one.model.evaluation.attention_window is None:
@@ -110,7 +111,10 @@ def _after_failure(one: Measured) -> Step:
         f"{one.label} was not trained from states like those of long texts: train it with state passing, best with a "
         "tenth of the learning rate of its pre-training (--learning-rate)"
     )
-    if one.model.role == "intervention" or (one.recipe is not None and not one.recipe.plain):
+    if one.recipe is not None and one.recipe.base is not None:
+        why = f"{one.label} has a learned state, which does not change the weights: train its base with state passing"
+        one = one._replace(path=one.recipe.base, recipe=None)
+    elif one.model.role == "intervention" or (one.recipe is not None and not one.recipe.plain):
         longer = ("--max-steps", str(MORE * STEPS))
         drifts = states is not None and states.drifting
         cause = f"the states of {one.label} still leave the training distribution" if drifts else f"{one.label} fails"
@@ -122,6 +126,7 @@ def _after_failure(one: Measured) -> Step:
     part = (one.recipe and one.recipe.split) or rest_of(one.options.get("split", ""))
     if part not in (None, "train"):
         longer += ("--split", part)
+    output = _output(one.path)
     steps = ("--intervention", "state_passing", *longer, "--output", output)
     training = one.command("train", *steps, without=["split", "length", "sequences"])
     return Step(why, (training, one.command("diagnose", output, "--roles", "base,intervention")))
