@@ -39,7 +39,7 @@ LAST = "last document only"
 WAYS: dict[str, Callable[[Sequence[TextState]], TextState] | None] = {
     "read one after another": None,
     "mean": mix_text_states,
-    "composed, in order": lambda states: mix_text_states(states, orders="given"),
+    "composed, in order": lambda states: mix_text_states(states, orders="listed"),
     "composed, rotations": lambda states: mix_text_states(states, orders="cyclic"),
     "composed, all orders": lambda states: mix_text_states(states, orders="all"),
     LAST: lambda states: states[-1],

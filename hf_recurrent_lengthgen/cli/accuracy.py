@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     names = [name for steps in runs.values() for name in steps.values()] or options.models
     how: dict[str, Any] = {"merge": True, "attention_window": options.attention_window}
     models = [load_model(name, options.trust_remote_code, **how) for name in names]
-    task = task_of(names, [getattr(model.config, "task", None) for model in models])
+    task = task_of(names, models)
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
     settings = settings_of(EvaluationSettings, options, ["lengthgen", "accuracy", *arguments])

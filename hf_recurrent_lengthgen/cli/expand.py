@@ -58,20 +58,18 @@ def run(arguments: Sequence[str]) -> int:
     from hf_recurrent_lengthgen.surgery.expansion_plan import layers_of
 
     refuse_adapter(options.model)
-    expansion = {
-        "layers": layers_of(options.layers, "--layers"),
-        **{name: getattr(options, name) for name in ("count", "factor", "state_size", "num_heads")},
-    }
+    expansion = {name: getattr(options, name) for name in ("count", "factor", "state_size", "num_heads")}
+    expansion["layers"] = layers_of(options.layers, "--layers")
     output = Path(options.output)
     check_new(output)
-    _, config = read_config(options.model, options.trust_remote_code)
+    source = options.model, options.trust_remote_code
+    _, config = read_config(*source)
     report = expansion_report(config, **expansion)
-    model = load_model(options.model, options.trust_remote_code)
+    model = load_model(*source)
     expanded = expand_state(model, **expansion, initialization=options.initialization, seed=options.seed)
     del model
-    start = lineage_of(options.model)
-    step = expanded.config.interventions[-1], ["lengthgen", "expand", *arguments]
-    save_checkpoint(expanded, output, options.model, options.trust_remote_code, start, "expand", *step)
+    what, command = expanded.config.interventions[-1], ["lengthgen", "expand", *arguments]
+    save_checkpoint(expanded, output, *source, lineage_of(options.model), "expand", what, command)
     print(report)
     train = ["--model", str(output), "--output", f"{output}-trained", "--intervention", "none"]
     if options.trust_remote_code:

@@ -85,14 +85,11 @@ def run(arguments: Sequence[str]) -> int:
     rule = Forgetting(**{options.calibrate: calibrated}) if calibrated else rule  # type: ignore[arg-type]
     plain = state_elements(model)
     with forgetting(model, **rule.changed()):
-        done = [
-            *(getattr(model.config, "interventions", None) or ()),
-            f"forgetting at inference: {in_words(rule)}{where}",
-        ]
-        model.config.interventions = done
+        what = f"forgetting at inference: {in_words(rule)}{where}"
+        model.config.interventions = [*(getattr(model.config, "interventions", None) or ()), what]
         source = options.model, options.trust_remote_code
         command = ["lengthgen", "forget", *arguments]
-        save_checkpoint(model, output, *source, lineage_of(options.model), "forget", done[-1], command)
+        save_checkpoint(model, output, *source, lineage_of(options.model), "forget", what, command)
         if rule.window is not None:
             print(f"State of a sequence: {plain:,} -> {state_elements(model):,} numbers.")
     remote = ["--trust-remote-code"] if options.trust_remote_code else []

@@ -79,6 +79,4 @@ def sequences_of(stream: Stream, count: int, length: int, training_length: int =
 
 def data_source(data: str, split: str) -> DataSource:
     """The record of a split, with the last part of an absolute path only."""
-    if data == STANDARD_LIBRARY:
-        return DataSource(standard_library_corpus().source, split)
-    return DataSource(portable(data), split)
+    return DataSource(standard_library_corpus().source if data == STANDARD_LIBRARY else portable(data), split)

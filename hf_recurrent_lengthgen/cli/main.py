@@ -87,14 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen", DESCRIPTION, EXAMPLES, usage="lengthgen [options] COMMAND ...")
     parser.run.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.run.add_argument("--version", action="version", version=_versions(), help="show versions, for bug reports")
-    return parser
-
-
-def _versions() -> str:
     versions = installed_versions()
     own = versions.pop("hf_recurrent_lengthgen")
-    return f"lengthgen {own} ({', '.join(f'{name} {version}' for name, version in versions.items())})"
+    version = f"lengthgen {own} ({', '.join(f'{name} {version}' for name, version in versions.items())})"
+    parser.run.add_argument("--version", action="version", version=version, help="show versions, for bug reports")
+    return parser
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def _tokens(options: argparse.Namespace, models: Sequence[Any]) -> tuple[list[in
     from hf_recurrent_lengthgen.data.tokens import text_ids
 
     if options.task_length is not None:
-        task = task_of(options.models, [getattr(model.config, "task", None) for model in models])
+        task = task_of(options.models, models)
         ids = task.resized(options.task_length, 1, EVALUATION_SEED)[0]["input_ids"].tolist()
         return ids, [{DELIMITER_ID: "|", END_ID: "."}.get(token, str(token)) for token in ids]
     if options.token_ids is not None:

@@ -176,19 +176,20 @@ def shared_tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:
     return first
 
 
-def task_of(models: Sequence[str], records: Sequence[Any]) -> TaskStrings:
+def task_of(names: Sequence[str], models: Sequence[Any]) -> TaskStrings:
     """The task in the configs of all models."""
-    for model, record in zip(models, records, strict=True):
+    records: list[Any] = [getattr(model.config, "task", None) for model in models]
+    for name, record in zip(names, records, strict=True):
         if record is None:
-            raise ValueError(f"The config of {model} names no task: give checkpoints of lengthgen train --task.")
+            raise ValueError(f"The config of {name} names no task: give checkpoints of lengthgen train --task.")
         if record != records[0]:
             raise ValueError(
-                f"{models[0]} was trained on the task {records[0]}, {model} on {record}: measure them one by one."
+                f"{names[0]} was trained on the task {records[0]}, {name} on {record}: measure them one by one."
             )
     try:
         return string_task(**records[0])
     except TypeError as error:
-        raise ValueError(f"The task in the config of {models[0]} is damaged ({error}): {records[0]!r}.") from error
+        raise ValueError(f"The task in the config of {names[0]} is damaged ({error}): {records[0]!r}.") from error
 
 
 def on_device(model: Any, device: str | None) -> Any:

@@ -11,16 +11,7 @@ from typing import Any
 import torch
 from transformers import HfArgumentParser
 
-from hf_recurrent_lengthgen.cli.parsing import (
-    HelpFormatter,
-    ImportUserCode,
-    NearestOptions,
-    add_headings,
-    examples_text,
-    lengths,
-    tokens,
-    windows,
-)
+from hf_recurrent_lengthgen.cli import parsing
 from hf_recurrent_lengthgen.cli.run_arguments import RunArguments, goes_with
 from hf_recurrent_lengthgen.trainers import (
     INTERVENTIONS,
@@ -57,7 +48,7 @@ RUN = (
     *("save_steps", "save_total_limit", "seed", "use_cpu"),
 )
 """Options of transformers.TrainingArguments that --help lists, by their headings."""
-TYPES = {"attention_window": windows, "task_length": lengths}
+TYPES = {"attention_window": parsing.windows, "task_length": parsing.lengths}
 HELPS = {
     "output_dir": "folder for checkpoints and the trained model",
     "resume_from_checkpoint": "continue from this checkpoint, a folder checkpoint-N in --output",
@@ -94,15 +85,12 @@ lengthgen train config.yaml --max-steps 1000
 
 def continues(training: InitialStateConfig) -> bool:
     """Whether a sequence of the training data continues the sequence of the previous step."""
-    shares = training.shares() if isinstance(training, MixedStatesConfig) else ()
-    return isinstance(training, TbttConfig) or any(mixable()[name].needs_continued_data for name in shares)
+    return isinstance(training, TbttConfig) or any(method.needs_continued_data for method in _mixed(training))
 
 
-def _shuffles(training: InitialStateConfig, trainer: type[InitialStateTrainer]) -> bool:
-    """Whether the method or several processes require shuffled sequences."""
-    mixture = training.shares() if isinstance(training, MixedStatesConfig) else ()
-    methods = [mixable()[name] for name in mixture] or [trainer]
-    return training.world_size > 1 or any(method.needs_shuffled_data for method in methods)
+def _mixed(training: InitialStateConfig) -> list[type[InitialStateTrainer]]:
+    """The methods of a mixture; none for other interventions."""
+    return [mixable()[name] for name in training.shares()] if isinstance(training, MixedStatesConfig) else []
 
 
 def read_options(
@@ -117,7 +105,7 @@ def read_options(
     """
     arguments = [*([] if config_file is None else _flags_of(config_file)), *arguments]
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--import", "--import_file", "--import-file", action=ImportUserCode)
+    own.add_argument("--import", "--import_file", "--import-file", action=parsing.ImportUserCode)
     own.parse_known_args(arguments)  # what is imported defines options
     parsed = vars(RunParser().parse_args(arguments))
     run = RunArguments(**{name: parsed[name] for name in _names(RunArguments) & parsed.keys()})
@@ -125,17 +113,15 @@ def read_options(
     values = _defaults(parsed) | parsed
     training = trainer.config_class(**{name: values[name] for name in _names(trainer.config_class) & values.keys()})
     _check(run, training, parsed.keys())
-    if run.lengths_differ and "train_sampling_strategy" not in parsed and not _shuffles(training, trainer):
-        training.train_sampling_strategy = "group_by_length"
+    if run.lengths_differ and "train_sampling_strategy" not in parsed and training.world_size == 1:
+        methods = _mixed(training) or [trainer]
+        if not any(method.needs_shuffled_data for method in methods):
+            training.train_sampling_strategy = "group_by_length"
     return run, training, trainer
 
 
 def _defaults(parsed: dict[str, Any]) -> dict[str, Any]:
-    """The paper's settings, as far as the parsed options leave them open.
-
-    Raises:
-        ValueError: unless exactly one of max_steps and num_train_epochs limits the training.
-    """
+    """The paper's settings, as far as the parsed options leave them open."""
     steps, epochs = parsed.get("max_steps"), parsed.get("num_train_epochs")
     if steps is not None and (steps < 1 if epochs is None else steps != -1):
         raise ValueError(
@@ -152,7 +138,7 @@ def _defaults(parsed: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-class RunParser(NearestOptions, HfArgumentParser):
+class RunParser(parsing.NearestOptions, HfArgumentParser):
     """Parser of `RunArguments` and the configs of all trainers, without defaults."""
 
     def __init__(self) -> None:
@@ -163,8 +149,8 @@ class RunParser(NearestOptions, HfArgumentParser):
             prog="lengthgen train",
             usage="lengthgen train [CONFIG.yaml] [options]",
             description=DESCRIPTION,
-            epilog=examples_text(EXAMPLES),
-            formatter_class=HelpFormatter,
+            epilog=parsing.examples_text(EXAMPLES),
+            formatter_class=parsing.HelpFormatter,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
             add_help=False,
@@ -174,12 +160,12 @@ class RunParser(NearestOptions, HfArgumentParser):
         """As in argparse, once and under the heading of the option; of TrainingArguments, the most used are listed."""
         name = options.setdefault("dest", flags[0].lstrip("-"))
         if not self._groups:
-            self._groups = dict(zip(HEADINGS, add_headings(self, *HEADINGS), strict=True))
+            self._groups = dict(zip(HEADINGS, parsing.add_headings(self, *HEADINGS), strict=True))
             self._groups["other"] = self.add_argument_group("other options of transformers.TrainingArguments")
         if flags[0] in self._option_string_actions:
             return None
         if options.get("type") is int and _OF_TOKENS.search(name):
-            options["type"] = tokens
+            options["type"] = parsing.tokens
         if name in TYPES:
             options["type"] = TYPES[name]
         if name == "intervention":
@@ -189,7 +175,7 @@ class RunParser(NearestOptions, HfArgumentParser):
         if name in METAVARS:
             options["metavar"] = METAVARS[name]
         if "type" in options and len(options.get("choices", ())) not in range(1, 5):
-            words = {int: "N", tokens: "N", float: "X", str: "TEXT"}
+            words = {int: "N", parsing.tokens: "N", float: "X", str: "TEXT"}
             options.setdefault("metavar", "BOOL" if "const" in options else words.get(options["type"], "NAME"))
         flags = {"import_file": ("--import",), "output_dir": ("--output",)}.get(name, ()) + flags
         options = {key: options[key] for key in options.keys() - {"heading", "goes_with"}}
@@ -199,8 +185,8 @@ class RunParser(NearestOptions, HfArgumentParser):
 
 
 def _heading(name: str) -> str:
-    if name in _names(RunArguments):
-        return str(RunArguments.__dataclass_fields__[name].metadata["heading"])
+    if own := RunArguments.__dataclass_fields__.get(name):
+        return str(own.metadata["heading"])
     if name in InitialStateConfig.method_fields() or goes_with(name):
         return "method"
     return "training" if name in TRAINING else "run" if name in RUN else "other"
@@ -222,11 +208,7 @@ def _help(name: str, flag: str, options: dict[str, Any]) -> str:
 
 
 def _flags_of(path: str) -> list[str]:
-    """A YAML file as flags, so that both pass the same checks; scalars stay as written ("no", "1e-3").
-
-    Raises:
-        ValueError: for a file that cannot be used.
-    """
+    """A YAML file as flags, so that both pass the same checks; scalars stay as written ("no", "1e-3")."""
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold options as 'option: value' lines, got {type(values).__name__}.")
@@ -242,45 +224,35 @@ def _flags_of(path: str) -> list[str]:
 def _check(run: RunArguments, training: InitialStateConfig, names: Collection[str]) -> None:
     """Raise a `ValueError` for contradictions, and for options of these names without effect."""
     for name in names:
-        conditions = (
-            RunArguments.__dataclass_fields__[name].metadata["goes_with"] if name in _names(RunArguments) else {}
-        )
-        values = {key: getattr(run, key, getattr(training, key, None)) for key in conditions}
-        fits = [values[key] in fitting if fitting else values[key] for key, fitting in conditions.items()]
-        if not all(fits) or name not in _names(RunArguments) | _names(type(training)):
+        own = RunArguments.__dataclass_fields__.get(name)
+        required = own.metadata["goes_with"] if own else {}
+        values = {key: getattr(run, key, getattr(training, key, None)) for key in required}
+        fits = [values[key] in fitting if fitting else values[key] for key, fitting in required.items()]
+        if not all(fits) or (own is None and name not in _names(type(training))):
             raise ValueError(f"{name} has no effect here: it requires {goes_with(name)}.")
     state_alone = isinstance(training, LearnedStateConfig) and not training.train_model
-    contradictions = (
-        (
-            run.task != "text" and training.alignment_alpha,
-            f"task {run.task} makes its own sequences: leave out alignment_alpha.",
-        ),
-        (
-            run.of_symbols and continues(training) and training.bptt_chunk_length is None,
-            f"tbtt reads the sequences of task {run.task} in chunks: give bptt_chunk_length, tokens of a chunk.",
-        ),
-        (
-            training.alignment_length not in (None, run.training_length),
+    if run.task != "text" and training.alignment_alpha:
+        raise ValueError(f"task {run.task} makes its own sequences: leave out alignment_alpha.")
+    if run.of_symbols and continues(training) and training.bptt_chunk_length is None:
+        raise ValueError(
+            f"tbtt reads the sequences of task {run.task} in chunks: give bptt_chunk_length, tokens of a chunk."
+        )
+    if training.alignment_length not in (None, run.training_length):
+        raise ValueError(
             f"alignment_length is {training.alignment_length}, training_length {run.training_length}, but both are T: "
-            "give training_length alone. Sequences are lengthened for the shift.",
-        ),
-        (
-            run.lora_r is not None and isinstance(training, StateXConfig),
-            "statex changes the weights that lora_r freezes: run lengthgen expand first, then train with lora_r.",
-        ),
-        (
-            run.lora_r is not None and state_alone,
-            "The intervention learned trains only the state: give train_model, or leave lora_r out.",
-        ),
-        (
-            run.from_scratch and state_alone,
+            "give training_length alone. Sequences are lengthened for the shift."
+        )
+    if run.lora_r is not None and isinstance(training, StateXConfig):
+        raise ValueError(
+            "statex changes the weights that lora_r freezes: run lengthgen expand first, then train with lora_r."
+        )
+    if run.lora_r is not None and state_alone:
+        raise ValueError("The intervention learned trains only the state: give train_model, or leave lora_r out.")
+    if run.from_scratch and state_alone:
+        raise ValueError(
             "The intervention learned saves only the state, so the random weights of a config.json would be lost: "
-            "give a checkpoint as model, or train_model.",
-        ),
-    )
-    for wrong, message in contradictions:
-        if wrong:
-            raise ValueError(message)
+            "give a checkpoint as model, or train_model."
+        )
 
 
 def _names(arguments_class: type[Any]) -> set[str]:

@@ -39,7 +39,6 @@ lengthgen retrieve my-mamba2 --task niah --lengths 4k,8k,16k,32k --data essays -
 lengthgen retrieve my-mamba2 --task keys --task-keys 2 --task-values 2 --lengths 1k,4k,16k --data essays
 lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k --shots 2
 """
-DEFAULT_LENGTHS = "1k,2k,4k,8k,16k"
 TASKS = ("passkey", "niah", "keys", "babilong")
 
 
@@ -52,7 +51,7 @@ def command_parser() -> CommandParser:
         action.help += " [task niah or keys or babilong]"
     add("--task", choices=TASKS, default=TASKS[0], help="see above (default: %(default)s)")
     what = "tokens of prompt and answer; 1k is 1024 (default: %(default)s)"
-    add("--lengths", type=counts, default=DEFAULT_LENGTHS, metavar="N,...", help=what)
+    add("--lengths", type=counts, default="1k,2k,4k,8k,16k", metavar="N,...", help=what)
     add(
         "--depths",
         type=_depths,
@@ -62,10 +61,8 @@ def command_parser() -> CommandParser:
         "[task passkey or niah or keys]",
     )
     add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
-    styles, what = (
-        ("pass key", "passkey", "infinity-bench"),
-        "wording of the prompt (default: %(default)s) [task passkey]",
-    )
+    styles = ("pass key", "passkey", "infinity-bench")
+    what = "wording of the prompt (default: %(default)s) [task passkey]"
     add("--task-style", choices=styles, default=styles[0], help=what)
     what = "number of names with codes in a prompt; the question names one (default: %(default)s) [task keys]"
     add("--task-keys", type=positive, default=4, metavar="N", help=what)
@@ -98,22 +95,20 @@ def run(arguments: Sequence[str]) -> int:
     if options.task == "babilong" and options.task_files is None:
         parser.error("--task babilong needs --task-files, the folder with the files of bAbI")
     check_distinct(options.models)
-    lengths = options.lengths
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
     tokenizer, cache = shared_tokenizer(options), open_cache(options)
     grid, source = _grid(options, tokenizer)
     data = DataRecord(source, token_unit=token_unit(tokenizer))
     settings = settings_of(EvaluationSettings, options, ["lengthgen", "retrieve", *arguments])
-    names = dict(zip(options.models, short_names(options.models), strict=True))
     models = load_models(options, options.attention_window)
     results = []
-    for name, model in zip(options.models, models, strict=True):
+    for name, model in zip(short_names(options.models), models, strict=True):
         rows = f"{len(grid.rows)} {'tasks' if grid.depths is None else 'depths'}"
-        print(f"{grid.task}, {rows} x {len(lengths)} lengths x {grid.samples} samples: {names[name]}")
-        placed, label = on_device(model, options.device), model_label(names[name], model)
-        training_length = options.training_length or getattr(model.config, "training_length", None)
-        results.append(retrieval_accuracy(placed, grid, lengths, label, data, training_length, settings, cache=cache))
+        print(f"{grid.task}, {rows} x {len(options.lengths)} lengths x {grid.samples} samples: {name}")
+        placed, label = on_device(model, options.device), model_label(name, model)
+        about = label, data, options.training_length or getattr(model.config, "training_length", None)
+        results.append(retrieval_accuracy(placed, grid, options.lengths, *about, settings, cache=cache))
     print(f"\n{_table(results)}")
     written = _write(output, results)
     update_csv(output / "retrieval.csv", RetrievalComparison(tuple(results)), options.csv)

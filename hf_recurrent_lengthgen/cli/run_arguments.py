@@ -1,13 +1,14 @@
 """The options of `lengthgen train` that no trainer config has: the model, the data, the intervention."""
 
-# ruff: noqa: RUF009  (_option makes a field)
+# ruff: noqa: RUF009  (these functions make fields)
 
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from hf_recurrent_lengthgen.cli.inputs import chosen_split
-from hf_recurrent_lengthgen.cli.shared_options import HOW, STANDARD_LIBRARY, help_of
+from hf_recurrent_lengthgen.cli.shared_options import HOW, SHARED, STANDARD_LIBRARY, help_of
 from hf_recurrent_lengthgen.data import split_names
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
@@ -37,8 +38,14 @@ def _option(
     return field(default=default, metadata=shown)
 
 
-def _shared(heading: str, name: str, default: Any = None, **goes_with: Sequence[str]) -> Any:
+_of_model, _of_data, _of_method, _of_run = (
+    partial(_option, heading) for heading in ("model", "data", "method", "run")
+)
+
+
+def _shared(name: str, default: Any = None, **goes_with: Sequence[str]) -> Any:
     """An option that other commands have, too."""
+    heading = next(heading for heading, options in SHARED.items() if name in options)
     return _option(heading, HOW[name]["help"], default, HOW[name].get("metavar"), **goes_with)
 
 
@@ -50,48 +57,44 @@ class RunArguments:
         ValueError: for values out of range, and options that contradict each other.
     """
 
-    model: str = _option(
-        "model", "required: checkpoint folder or Hub name, or a config.json to train from scratch", MISSING, "MODEL"
+    model: str = _of_model(
+        "required: checkpoint folder or Hub name, or a config.json to train from scratch", MISSING, "MODEL"
     )
-    tokenizer: str | None = _shared("model", "--tokenizer", task=TOKENS)
-    training_length: int | None = _option(
-        "model",
+    tokenizer: str | None = _shared("--tokenizer", task=TOKENS)
+    training_length: int | None = _of_model(
         help_of("--training-length", f"from the config of the model, else {USUAL_LENGTH}")
         + "; prompts and examples are read in chunks of T by tbtt, whole by other methods (T: the longest sequence)",
         metavar="T",
         task=TOKENS,
     )
-    attention_window: str | None = _shared("model", "--attention-window")
-    lora_r: int | None = _option(
-        "model",
+    attention_window: str | None = _shared("--attention-window")
+    lora_r: int | None = _of_model(
         "train an adapter (LoRA of PEFT) of this rank and keep the weights of the model; lengthgen merge makes a "
-        "checkpoint of both (default: all weights are trained, or the adapter if the model is one)",
+        "checkpoint of both (default: all weights are trained, or the adapter if the model is one)"
     )
-    lora_alpha: int | None = _option(
-        "model", "scale of the adapter: its weights count alpha / rank (default: twice the rank)", lora_r=ANY
+    lora_alpha: int | None = _of_model(
+        "scale of the adapter: its weights count alpha / rank (default: twice the rank)", lora_r=ANY
     )
-    mimetic: bool = _option(
-        "model", "start Mamba or GLA from mimetic initialization (Trockman et al., 2024), with a config.json", False
+    mimetic: bool = _of_model(
+        "start Mamba or GLA from mimetic initialization (Trockman et al., 2024), with a config.json", False
     )
-    mimetic_switches: list[str] | None = _option(
-        "model",
+    mimetic_switches: list[str] | None = _of_model(
         "its parts: a (decays near 1), delta (steps of 1), bc (correlated B and C), conv (identity) (default: all; in "
         "Mamba-1 all but conv)",
         mimetic=ANY,
     )
-    mimetic_layers: list[int] | None = _option("model", "its layers, from 0 (default: all)", mimetic=ANY)
-    mimetic_c: float = _option("model", "its c in A = -u^-c, from A = -u; the paper uses 2, 4 and 8", 8.0, mimetic=ANY)
-    mimetic_offset: int = _option(
-        "model", "added to its u; without it a head, state or key with u = 1 decays", 0, mimetic=ANY
+    mimetic_layers: list[int] | None = _of_model("its layers, from 0 (default: all)", mimetic=ANY)
+    mimetic_c: float = _of_model("its c in A = -u^-c, from A = -u; the paper uses 2, 4 and 8", 8.0, mimetic=ANY)
+    mimetic_offset: int = _of_model(
+        "added to its u; without it a head, state or key with u = 1 decays", 0, mimetic=ANY
     )
-    data: str = _shared("data", "--data", STANDARD_LIBRARY, task=DATA)
-    split: str | None = _option("data", help_of("--split", "train, or the only split"), metavar="NAME", task=DATA)
-    text_column: str = _shared("data", "--text-column", "text", task=TEXT)
-    minimum_document_tokens: int = _option(
-        "data", "leave out documents with fewer tokens; Chen et al., 2024, take 4096", 0, task=("text", "keys")
+    data: str = _shared("--data", STANDARD_LIBRARY, task=DATA)
+    split: str | None = _of_data(help_of("--split", "train, or the only split"), metavar="NAME", task=DATA)
+    text_column: str = _shared("--text-column", "text", task=TEXT)
+    minimum_document_tokens: int = _of_data(
+        "leave out documents with fewer tokens; Chen et al., 2024, take 4096", 0, task=("text", "keys")
     )
-    task: Tasks = _option(
-        "data",
+    task: Tasks = _of_data(
         "sequences: text; passkey, a prompt; keys, codes of names in the text of --data, and a question for one of "
         "them; babilong, a question of bAbI hidden in that text; examples, a chat (column messages of --data) or a "
         "prompt and its completion (columns prompt and completion); or random symbols (Trockman et al., 2024): "
@@ -99,121 +102,94 @@ class RunArguments:
         "text only the answer counts in the loss",
         "text",
     )
-    task_length: str | None = _option(
-        "data",
+    task_length: str | None = _of_data(
         "tokens of a prompt (default: training_length), or number of symbols (of pairs in recall; default: 50), or a "
         'range such as "50-100". Where the lengths of prompts or examples differ, similar ones make a batch, '
         "--train-sampling-strategy group_by_length, unless the method shuffles or several processes run",
         task=(*STRING_TASKS, "passkey", "keys", "babilong"),
     )
-    task_vocabulary: int | None = _option(
-        "data",
+    task_vocabulary: int | None = _of_data(
         "number of different symbols; the vocab_size of the model must be 3 more (default: 26 for copying, 512 for "
         "recall, keys and values together, and sorting)",
         task=STRING_TASKS,
     )
-    task_row_length: int = _option(
-        "data",
-        "tokens of a sequence of several strings; Jelassi et al.: 220 (default: one string)",
-        0,
-        task=STRING_TASKS,
+    task_row_length: int = _of_data(
+        "tokens of a sequence of several strings; Jelassi et al.: 220 (default: one string)", 0, task=STRING_TASKS
     )
-    task_keys: int = _option(
-        "data", "number of names with codes in a sequence; the question names one", 4, task=("keys",)
-    )
-    task_values: int = _option("data", "number of codes of each name; the last one counts", 1, task=("keys",))
-    task_files: str | None = _option(
-        "data",
+    task_keys: int = _of_data("number of names with codes in a sequence; the question names one", 4, task=("keys",))
+    task_values: int = _of_data("number of codes of each name; the last one counts", 1, task=("keys",))
+    task_files: str | None = _of_data(
         "required: folder with the files of bAbI, qa1_..._train.txt to qa10, and qa1_..._test.txt for evaluation",
         metavar="FOLDER",
         task=("babilong",),
     )
-    task_style: str = _option(
-        "data",
+    task_style: str = _of_data(
         'wording of the prompt: "pass key" (Buitrago Ruiz & Gu, 2025), "passkey" (Chen et al., 2024) or '
         '"infinity-bench" (Shen et al., 2025)',
         "pass key",
         task=("passkey",),
     )
-    eval_data: str | None = _option(
-        "data",
+    eval_data: str | None = _of_data(
         "data for eval_loss, as for --data (default: the same, if it has that split; passkeys, symbols: none)",
         metavar="DATA",
         eval_strategy=MEASURED,
         task=DATA,
     )
-    eval_split: str | None = _option(
-        "data",
+    eval_split: str | None = _of_data(
         HOW["--split"]["help"].replace("the data", "the text for eval_loss"),
         metavar="NAME",
         eval_strategy=MEASURED,
         task=DATA,
     )
-    retrieval_lengths: list[int] | None = _option(
-        "run",
+    retrieval_lengths: list[int] | None = _of_run(
         "before training and in each evaluation, also measure the share of passkeys (of keys in --eval-data with task "
         "keys) that the model retrieves from prompts of so many tokens, at 10 depths: eval_retrieval_N, which "
         "--metric-for-best-model may name (default: none)",
-        metavar="N",
         eval_strategy=MEASURED,
         task=TOKENS,
     )
-    retrieval_samples: int = _option("run", "prompts for each depth and length", 2, retrieval_lengths=ANY)
-    retrieval_style: str = _option(
-        "run",
+    retrieval_samples: int = _of_run("prompts for each depth and length", 2, retrieval_lengths=ANY)
+    retrieval_style: str = _of_run(
         "wording of the passkeys, as --task-style of lengthgen retrieve",
         "pass key",
         retrieval_lengths=ANY,
         task=tuple(task for task in TOKENS if task != "keys"),
     )
-    import_file: str | None = _option(
-        "method", "Python file or installed module with own interventions (default: none)", metavar="MODULE"
+    import_file: str | None = _of_method(
+        "Python file or installed module with own interventions (default: none)", metavar="MODULE"
     )
-    intervention: str = _option("method", "what is done in addition to plain training: ", "state_passing")  # + names
-    chunks_before_reset: int = _option(
-        "method",
+    intervention: str = _of_method("what is done in addition to plain training: ", "state_passing")  # + names
+    chunks_before_reset: int = _of_method(
         "in tbtt: chunks of training_length after which a state is reset to zero, 0 for never",
         12,
         intervention=WITH_TBTT,
         task=("text",),
     )
-    reset_at_document: bool = _option(
-        "method",
+    reset_at_document: bool = _of_method(
         "in tbtt: reset states at the beginning of a document, anywhere in a sequence",
         False,
         intervention=WITH_TBTT,
         task=("text",),
     )
-    resume: bool = _option("run", "continue from the newest complete checkpoint in --output", False)
-    trust_remote_code: bool = _shared("run", "--trust-remote-code", False)
+    resume: bool = _of_run("continue from the newest complete checkpoint in --output", False)
+    trust_remote_code: bool = _shared("--trust-remote-code", False)
 
     def __post_init__(self) -> None:
         check_settings(self)
         if self.of_symbols and self.task_length is None:
             self.task_length = "50"
-        unknown = sorted(set(self.mimetic_switches or ()) - set(SWITCHES))
-        contradictions = (
-            (
-                self.task == "examples" and self.data == STANDARD_LIBRARY,
-                "task examples needs data with messages, or with prompt and completion: give data.",
-            ),
-            (
-                self.task == "babilong" and self.task_files is None,
-                "task babilong needs task_files, the folder with the files of bAbI.",
-            ),
-            (
-                self.from_scratch and not (self.lora_r is None and self.attention_window is None),
-                "lora_r and attention_window require trained weights: give a checkpoint as model, not a config.json.",
-            ),
-            (
-                self.mimetic and not self.from_scratch,
-                "mimetic overwrites trained weights: give a config.json as model, not a checkpoint.",
-            ),
-            (unknown, f"mimetic_switches must be some of {' '.join(SWITCHES)}, got {' '.join(unknown)}."),
-        )
-        for wrong, message in contradictions:
-            if wrong:
-                raise ValueError(message)
+        if self.task == "examples" and self.data == STANDARD_LIBRARY:
+            raise ValueError("task examples needs data with messages, or with prompt and completion: give data.")
+        if self.task == "babilong" and self.task_files is None:
+            raise ValueError("task babilong needs task_files, the folder with the files of bAbI.")
+        if self.from_scratch and not (self.lora_r is None and self.attention_window is None):
+            raise ValueError(
+                "lora_r and attention_window require trained weights: give a checkpoint as model, not a config.json."
+            )
+        if self.mimetic and not self.from_scratch:
+            raise ValueError("mimetic overwrites trained weights: give a config.json as model, not a checkpoint.")
+        if unknown := sorted(set(self.mimetic_switches or ()) - set(SWITCHES)):
+            raise ValueError(f"mimetic_switches must be some of {' '.join(SWITCHES)}, got {' '.join(unknown)}.")
 
     @property
     def from_scratch(self) -> bool:
@@ -275,9 +251,8 @@ class RunArguments:
 
 def goes_with(name: str) -> str:
     """The choices that an option requires, in words; "" if there are none, or if it is unknown."""
-    for item in fields(RunArguments):
-        if item.name == name:
-            pairs = item.metadata.get("goes_with", {}).items()
-            return " and ".join(f"{key} {' or '.join(values)}".strip() for key, values in pairs)
+    if own := RunArguments.__dataclass_fields__.get(name):
+        pairs = own.metadata["goes_with"].items()
+        return " and ".join(f"{key} {' or '.join(values)}".strip() for key, values in pairs)
     methods = [key for key, trainer in INTERVENTIONS.items() if name in trainer.config_class.method_fields()]
     return "" if len(methods) in (0, len(INTERVENTIONS)) else f"intervention {' or '.join(sorted(methods))}"

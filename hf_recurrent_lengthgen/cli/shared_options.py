@@ -34,74 +34,63 @@ MODEL = {"metavar": "MODEL", "help": "checkpoint folder or Hub name"}
 MODELS = {"nargs": "+", "metavar": "MODEL", "help": "checkpoint folders or Hub names of causal language models"}
 DTYPES = ("float32", "bfloat16", "float16")
 
+
+def _how(metavar: str, text: str, **options: Any) -> dict[str, Any]:
+    return {"metavar": metavar, "help": text, **options}
+
+
 SHARED: dict[str, dict[str, dict[str, Any]]] = {
     "model": {
-        "--tokenizer": {
-            "metavar": "NAME",
-            "help": 'tokenizer folder or Hub name, or "bytes" (default: the tokenizer of the model)',
-        },
-        "--training-length": {
-            "type": some_tokens,
-            "metavar": "T",
-            "help": "training length T in tokens, such as 2048 or 2k (default: from the config of the model)",
-        },
-        "--attention-window": {
-            "type": windows,
-            "metavar": "W",
-            "help": 'of hybrids: number of tokens that a token attends to, itself included, or "none" for all '
+        "--tokenizer": _how("NAME", 'tokenizer folder or Hub name, or "bytes" (default: the tokenizer of the model)'),
+        "--training-length": _how(
+            "T",
+            "training length T in tokens, such as 2048 or 2k (default: from the config of the model)",
+            type=some_tokens,
+        ),
+        "--attention-window": _how(
+            "W",
+            'of hybrids: number of tokens that a token attends to, itself included, or "none" for all '
             "(default: from the config of the model)",
-        },
-        "--revision": {"metavar": "NAME", "help": "branch, tag or commit on the Hub (default: main)"},
+            type=windows,
+        ),
+        "--revision": _how("NAME", "branch, tag or commit on the Hub (default: main)"),
     },
     "data": {
-        "--data": {
-            "default": STANDARD_LIBRARY,
-            "metavar": "DATA",
-            "help": f'text: "{STANDARD_LIBRARY}" (the sources of the Python standard library, split by file), a .txt, '
+        "--data": _how(
+            "DATA",
+            f'text: "{STANDARD_LIBRARY}" (the sources of the Python standard library, split by file), a .txt, '
             ".jsonl or .parquet file, a folder of such files or of datasets.save_to_disk, or the Hub name of a data "
             "set (default: %(default)s)",
-        },
-        "--split": {"metavar": "NAME", "help": "split of the data (default: validation, or the only split)"},
-        "--text-column": {
-            "default": "text",
-            "metavar": "NAME",
-            "help": "column that holds the text (default: %(default)s)",
-        },
+            default=STANDARD_LIBRARY,
+        ),
+        "--split": _how("NAME", "split of the data (default: validation, or the only split)"),
+        "--text-column": _how("NAME", "column that holds the text (default: %(default)s)", default="text"),
     },
     "run": {
-        "--output": {"metavar": "FOLDER", "help": "folder for the results (default: %(default)s)"},
+        "--output": _how("FOLDER", "folder for the results (default: %(default)s)"),
         "--csv": {"action": "store_true", "help": "also write the numbers as a table for spreadsheets"},
-        "--device": {
-            "metavar": "DEVICE",
-            "help": "device to run on, such as cpu or cuda:1 (default: cuda if available, else cpu)",
-        },
+        "--device": _how("DEVICE", "device to run on, such as cpu or cuda:1 (default: cuda if available, else cpu)"),
         "--dtype": {
             "choices": DTYPES,
             "default": "float32",
             "help": "dtype of the weights; states stay float32 (default: %(default)s)",
         },
-        "--batch-size": {
-            "type": positive,
-            "metavar": "N",
-            "help": "sequences in a forward pass (default: what memory limits allow)",
-        },
-        "--chunk-length": {
-            "type": some_tokens,
-            "metavar": "N",
-            "help": "tokens of each sequence in a forward pass (default: what memory limits allow)",
-        },
-        "--seed": {"type": int, "default": 0, "metavar": "N", "help": "random seed (default: %(default)s)"},
-        "--cache": {
-            "metavar": "FOLDER",
-            "help": "folder for cached results: the same command continues where it was interrupted (default: "
+        "--batch-size": _how("N", "sequences in a forward pass (default: what memory limits allow)", type=positive),
+        "--chunk-length": _how(
+            "N", "tokens of each sequence in a forward pass (default: what memory limits allow)", type=some_tokens
+        ),
+        "--seed": _how("N", "random seed (default: %(default)s)", type=int, default=0),
+        "--cache": _how(
+            "FOLDER",
+            "folder for cached results: the same command continues where it was interrupted (default: "
             "$LENGTHGEN_CACHE, or hf_recurrent_lengthgen in $XDG_CACHE_HOME or ~/.cache)",
-        },
+        ),
         "--no-cache": {"action": "store_true", "help": "neither read nor write the cache"},
-        "--import": {
-            "action": ImportUserCode,
-            "metavar": "MODULE",
-            "help": "Python file or installed module with own metrics or model families; may be repeated",
-        },
+        "--import": _how(
+            "MODULE",
+            "Python file or installed module with own metrics or model families; may be repeated",
+            action=ImportUserCode,
+        ),
         "--trust-remote-code": {
             "action": "store_true",
             "help": "run the Python code that comes with a checkpoint: read it before",
@@ -146,9 +135,8 @@ def add_options(parser: CommandParser, settings: type[EvaluationSettings], outpu
     parser.data.add_argument("--sequences", type=positive, default=sequences, metavar="N", help=what)
     fields = {f"--{field.name.replace('_', '-')}": field for field in _options_of(settings)}
     add_shared(parser, *MODEL_OPTIONS, "--output", "--csv", *HOW.keys() & fields.keys(), output=output)
-    for action in parser.model._group_actions:
-        if action.dest == "attention_window":
-            action.help += "; several with commas between are compared"
+    window: Any = parser._option_string_actions["--attention-window"]
+    window.help += "; several with commas between are compared"
     for name, field in fields.items():
         if name not in HOW:
             kind, metavar = {int: (int, "N"), TEXT: (None, "TEXT")}.get(field.type, (None, "NAME,..."))

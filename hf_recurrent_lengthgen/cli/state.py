@@ -110,17 +110,17 @@ def _read(options: argparse.Namespace) -> None:
     if not len(tokens):
         raise ValueError(f"{options.data} is empty: give a text.")
     positions = positions_in(options.output)
-    text_state: Any = {"tokenizer": tokenizer, "chunk_length": options.chunk_length}
+    reading: Any = {"tokenizer": tokenizer, "chunk_length": options.chunk_length}
     if options.independent_chunks:
         if positions or options.every or options.transitions:
             raise ValueError("--independent-chunks writes one file into a new folder: no --every, no --transitions.")
-        text_state["before"] = text_prefix(tokenizer)
-        chunks = read_chunks(model, tokens[len(text_state["before"]) :], options.independent_chunks, **text_state)
+        before = text_prefix(tokenizer)
+        chunks = read_chunks(model, tokens[len(before) :], options.independent_chunks, before=before, **reading)
         save_text_state(file_at(options.output, chunks.position), chunks)
         print(f"Read {chunks.rows:,} chunks of {len(tokens):,} tokens into {chunks.nbytes:,} bytes: {options.output}")
         return
-    text_state["transitions"] = options.transitions
-    text_states = read_into(options.output, model, tokens, options.every or 65536, **text_state)
+    reading["transitions"] = options.transitions
+    text_states = read_into(options.output, model, tokens, options.every or 65536, **reading)
     with tqdm(total=len(tokens), unit="tok", unit_scale=True, disable=None) as bar:
         for text_state in text_states:
             if positions and text_state.position == positions[-1] < len(tokens):

@@ -26,21 +26,17 @@ TASK_SAMPLES, TASK_EVALUATION_SAMPLES = 100_000, 256
 """Samples of an epoch if max_steps does not limit them, and of an evaluation."""
 
 
-def _lookahead(training: InitialStateConfig) -> int:
-    """Tokens that the alignment loss reads beyond the training length."""
-    if not training.alignment_alpha:
-        return 0
-    assert training.alignment_length is not None
-    return training.alignment_max_extra or default_extra(training.alignment_length, training.alignment_min_context)
-
-
 def training_data(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
     sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.row_processes
     samples = sequences * training.max_steps if training.max_steps > 0 else TASK_SAMPLES
     data = _task_data(settings, training, tokenizer, samples, held_out=False)
     if settings.task != "text":
         return data
-    lookahead = _lookahead(training)
+    lookahead = 0  # tokens that the alignment loss reads beyond the training length
+    if training.alignment_alpha:
+        length = training.alignment_length
+        assert length is not None
+        lookahead = training.alignment_max_extra or default_extra(length, training.alignment_min_context)
     if continues(training):
         return ContinuedChunks(
             data,
@@ -77,7 +73,14 @@ def _task_data(
     if settings.task == "examples":
         return LabelledExamples(load_rows(data, split), tokenizer)
     if settings.task == "babilong":
-        return _questions(settings, "test" if held_out else "train", data, split, seed, tokenizer)
+        assert settings.task_files is not None
+        files = babi_files(settings.task_files, "test" if held_out else "train")
+        questions = [question for file in files for question in read_babi(file)]
+        background = load_documents(data, split, settings.text_column)
+        prompts = BabilongPrompts(tokenizer, questions, background, lengths, seed)
+        if left := prompts.left_out:
+            print(f"Left out {left} of {len(questions)} questions: their facts do not fit into a sequence.")
+        return prompts
     stream = stream_of(settings, data, split, tokenizer)
     if settings.task == "keys":
         return KeyPrompts(tokenizer, stream, lengths, samples, seed, settings.task_keys, settings.task_values)
@@ -121,16 +124,3 @@ def stream_of(settings: RunArguments, data: str, split: str, tokenizer: Any) -> 
     stream = load_stream(data, split, tokenizer, settings.text_column).tokens
     least = settings.minimum_document_tokens
     return keep_long_documents(stream, tokenizer.eos_token_id, least) if least else stream
-
-
-def _questions(
-    settings: RunArguments, files: str, data: str, split: str, seed: int, tokenizer: Any
-) -> BabilongPrompts:
-    """Questions of bAbI's `files` ("train" or "test") in a split of the text of `data`."""
-    assert settings.task_files is not None
-    questions = [question for file in babi_files(settings.task_files, files) for question in read_babi(file)]
-    background = load_documents(data, split, settings.text_column)
-    prompts = BabilongPrompts(tokenizer, questions, background, settings.sequence_lengths, seed)
-    if prompts.left_out:
-        print(f"Left out {prompts.left_out} of {len(questions)} questions: their facts do not fit into a sequence.")
-    return prompts

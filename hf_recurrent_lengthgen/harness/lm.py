@@ -149,16 +149,15 @@ class StateLM(TemplateLM):
         Raises:
             ValueError: for a continuation without tokens, and if the model returns NaN.
         """
-        pairs = []
+        contexts = []
         for (context, continuation), context_ids, continuation_ids in requests:
             if not continuation_ids:
                 raise ValueError(f"The continuation {continuation!r} of {context[-80:]!r} has no tokens of its own.")
             # lm_eval moves a context of spaces into the continuation
-            pairs.append(((context_ids if context else []) or self._before, continuation_ids))
-        surest = self._surest([context for context, _ in pairs], disable_tqdm)
-        pairs = [(context, continuation) for context, (_, continuation) in zip(surest, pairs, strict=True)]
-        results = [(0.0, False)] * len(pairs)
-        for index, answer in self._scores(pairs, disable_tqdm):
+            contexts.append((context_ids if context else []) or self._before)
+        contexts = self._surest(contexts, disable_tqdm)
+        results = [(0.0, False)] * len(contexts)
+        for index, answer in self._scores(contexts, [scored for *_, scored in requests], disable_tqdm):
             results[index] = answer
             self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
         return results
@@ -175,18 +174,18 @@ class StateLM(TemplateLM):
         encoded = [self.tok_encode(string)[len(self._prefix) :] for string in strings]
         results = [0.0] * len(strings)
         places = [place for place, ids in enumerate(encoded) if ids]
-        pairs = [(self._before, encoded[place]) for place in places]
-        for index, (result, _) in self._scores(pairs, disable_tqdm):
+        scored = [encoded[place] for place in places]
+        for index, (result, _) in self._scores([self._before] * len(places), scored, disable_tqdm):
             results[places[index]] = result
             self.cache_hook.add_partial("loglikelihood_rolling", (strings[places[index]],), result)
         return results
 
     def _scores(
-        self, pairs: Sequence[tuple[Ids, Ids]], disable_tqdm: bool
+        self, contexts: Sequence[Ids], scored: Sequence[Ids], disable_tqdm: bool
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """The index of each pair, and the score of its second part given the first; both have tokens."""
-        texts = [context + scored for context, scored in pairs]
-        starts = [len(text) - len(scored) for text, (_, scored) in zip(texts, pairs, strict=True)]
+        """The index of each pair, and the score of what is `scored` given its context; both have tokens."""
+        texts = [context + ids for context, ids in zip(contexts, scored, strict=True)]
+        starts = [len(context) for context in contexts]
         for index, branch in self._read(texts, starts, disable_tqdm):
             log_probability, likeliest = branch.scores(starts[index])
             answer = float(log_probability.sum()), bool(likeliest.all())
@@ -240,9 +239,7 @@ class StateLM(TemplateLM):
         def generate(batch: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, str]]:
             places, carries = zip(*batch, strict=True)
             prompt = torch.tensor([ids[place][-1:] for place in places], device=self._device)
-            read = {}
-            if carries[0] is not None:
-                read = self._reader.generation_arguments(self._reader.join_rows(carries))
+            read = {} if carries[0] is None else self._reader.generation_arguments(self._reader.join_rows(carries))
             with evaluation_mode(self._reader.model):
                 output = self._reader.model.generate(
                     input_ids=prompt,
@@ -298,11 +295,10 @@ def _reader(
         if name not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}.")
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        reader = reader_of(load_language_model(pretrained, trust_remote_code, DTYPES[name], window).to(place))
+        pretrained = load_language_model(pretrained, trust_remote_code, DTYPES[name], window).to(place)
     elif any(argument is not None for argument in (device, dtype, window)):
         raise ValueError("A model object keeps its device, dtype and window: leave those arguments out.")
-    else:
-        reader = reader_of(pretrained)
+    reader = reader_of(pretrained)
     if not isinstance(reader, StateReader):
         raise ValueError(
             f"The model lengthgen continues what it has read in several ways, which {reader.name} does not allow: "

@@ -61,6 +61,7 @@ def rows(
     prompts, without_answer = [], 0
     for row in source:
         item = LAYOUTS[layout](row)
+        item = item._replace(answers=[answer.strip() for answer in item.answers if answer.strip()])
         if not item.answers:
             without_answer += 1
             continue
@@ -101,7 +102,7 @@ def _key(row: dict[str, Any]) -> RecallQuestion:
     text = row["text"].partition("Summary of information above...")[0].strip()
     cue = f"{name[:1].upper()}{name[1:]}:"
     about = f"Information about {cue[:-1]}."
-    return RecallQuestion(about, _without_end(text, f"{name}:"), cue, _answers([row["value"]]))
+    return RecallQuestion(about, _without_end(text, f"{name}:"), cue, [row["value"]])
 
 
 def _completion(row: dict[str, Any]) -> RecallQuestion:
@@ -109,24 +110,20 @@ def _completion(row: dict[str, Any]) -> RecallQuestion:
     if not text.startswith(document):
         document = text
     cue = text.removeprefix(document).strip()
-    return RecallQuestion(row["question"].strip(), document, cue, _answers([row["value"]]))
+    return RecallQuestion(row["question"].strip(), document, cue, [row["value"]])
 
 
 def _question(row: dict[str, Any]) -> RecallQuestion:
     document = re.sub(r"\[(PAR|DOC|TLE)\]", "", row["context"]).strip()
     cue = row["question"].strip()
     question = (row.get("orig_question") or cue).strip().strip(":")
-    return RecallQuestion(question, _without_end(document, cue), cue, _answers(row["answers"]))
+    return RecallQuestion(question, _without_end(document, cue), cue, row["answers"])
 
 
 def _without_end(text: str, ending: str) -> str:
     while ending and text.lower().endswith(ending.lower()):
         text = text[: -len(ending)].rstrip()
     return text
-
-
-def _answers(answers: list[str]) -> list[str]:
-    return [answer.strip() for answer in answers if answer.strip()]
 
 
 LAYOUTS = {"key": _key, "completion": _completion, "question": _question}

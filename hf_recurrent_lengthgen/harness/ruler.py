@@ -35,8 +35,8 @@ def rows(task: str, data_dir: str | None = None, max_seq_lengths: list[int] | No
         for line in json_lines(path):
             if not line.get("input") or not line.get("outputs"):
                 raise ValueError(f"{path} has a row without input or outputs: {', '.join(sorted(line))}.")
-            prompt, prefix = line["input"], line.get("answer_prefix", "")
-            prompt = prompt if prompt.endswith(prefix) else prompt + prefix
+            prefix = line.get("answer_prefix", "")
+            prompt = line["input"].removesuffix(prefix) + prefix
             rows_of_lengths.append({"prompt": prompt, "outputs": list(map(str, line["outputs"])), "length": length})
     if not rows_of_lengths:
         raise ValueError(f"{folder} has no LENGTH/data/{task}/validation.jsonl, for LENGTH one of {LENGTHS}.")

@@ -219,8 +219,8 @@ def read_into(
         yield before
     if done == rows.shape[1]:
         return
-    stops = [*range((done // every + 1) * every, rows.shape[1], every), rows.shape[1]]
-    options: Any = {"tokenizer": tokenizer, "chunk_length": chunk_length, "transitions": transitions}
-    for text_state in text_states(model, rows[:, done:], [stop - done for stop in stops], before, **options):
+    rest = rows[:, done:]
+    stops = [*range(every - done % every, rest.shape[1], every), rest.shape[1]]
+    for text_state in text_states(model, rest, stops, before, tokenizer, chunk_length, transitions):
         save_text_state(file_at(folder, text_state.position), text_state)
         yield text_state

@@ -64,9 +64,8 @@ class TextState:
 
     @property
     def nbytes(self) -> int:
-        tensors = [part for layer in self.state for part in layer] + [*self.transitions.values()]
-        tensors += [part for layer in self.keys.values() for part in layer]
-        return sum(part.nbytes for part in tensors)
+        layers = [*self.state, *self.keys.values(), self.transitions.values()]
+        return sum(part.nbytes for layer in layers for part in layer)
 
     def take(self, rows: Tensor | slice) -> "TextState":
         """Rows by index tensor or slice, in that order, whose prefixes and transitions are then unknown."""
@@ -129,8 +128,7 @@ def read_text(
             other rows, and states that become NaN; transitions of a model that forgets or starts from a learned state.
     """
     stops = [check_rows(tokens).shape[1]]
-    options: Any = {"tokenizer": tokenizer, "chunk_length": chunk_length, "transitions": transitions}
-    *_, last = text_states(model, tokens, stops, text_state, **options)
+    *_, last = text_states(model, tokens, stops, text_state, tokenizer, chunk_length, transitions)
     return last
 
 
@@ -148,11 +146,10 @@ def text_states(
     model: Any,
     tokens: Tokens,
     stops: Sequence[int],
-    text_state: TextState | None = None,
-    *,
-    tokenizer: Any = None,
-    chunk_length: int | None = None,
-    transitions: bool = False,
+    text_state: TextState | None,
+    tokenizer: Any,
+    chunk_length: int | None,
+    transitions: bool,
 ) -> Iterator[TextState]:
     """The text states after each number of `tokens` in `stops`, ascending; arguments as in `read_text`."""
     reader, rows = reader_of(model), check_rows(tokens)
@@ -187,14 +184,10 @@ def text_states(
                 check_finite_state(cache[0], f"The state after token {text_state.position + last}")
             begin = stop
             position = text_state.position + stop
-            read = replace(text_state, state=cache[0], position=position, prefix=prefix, keys=keys_of(cache[1]))
+            layers = [] if cache[1] is None else cache[1].layers  # which replace keys when they grow: no copies
+            keys = {i: LayerKeys(layer.keys, layer.values) for i, layer in enumerate(layers) if layer.keys is not None}
+            read = replace(text_state, state=cache[0], position=position, prefix=prefix, keys=keys)
             yield replace(read, transitions=dict(recorded) if transitions else {})
-
-
-def keys_of(cache: Any) -> dict[int, LayerKeys]:
-    """The keys and values in an attention cache, which replaces them when it grows, so that nothing is copied."""
-    layers: list[Any] = [] if cache is None else cache.layers
-    return {index: LayerKeys(layer.keys, layer.values) for index, layer in enumerate(layers) if layer.keys is not None}
 
 
 @torch.no_grad()
