@@ -107,9 +107,8 @@ def differing_code(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _warn_of_differing_code(name: str, settings: dict[str, Any]) -> None:
-    if settings.get("model_type") not in FAMILIES or not settings.get("auto_map"):
-        return
-    if names := differing_code(name):
+    brings_code = settings.get("model_type") in FAMILIES and settings.get("auto_map")
+    if brings_code and (names := differing_code(name)):
         version = settings.get("code_format_version", CODE_FORMAT_VERSION)
         logger.warning(
             f"{name} brings code that differs from the installed hf_recurrent_lengthgen: {', '.join(names)} (code "
@@ -155,7 +154,31 @@ def load_model(
             and weights that are missing, left over or do not have the shapes of the config; for an adapter that is a
             pickle, does not fit its base, or whose base is missing or has changed.
     """
-    model = _load(name, trust_remote_code, dtype, stateless=not needs_states, merge=merge, base=base)
+    if holds_adapter(name):
+        base = base_of_adapter(name) if base is None else base
+        refuse_adapter(base)
+        model = with_adapter(load_model(base, trust_remote_code, dtype, needs_states=needs_states), name, base)
+        if holds_learned_state(name):  # trained beside the adapter
+            model.get_base_model().load_learned_state(name)
+        if merge:
+            try:
+                model = merged(model)
+            except Unmergeable as error:
+                logger.warning(f"{error} {name} is evaluated with its adapter unmerged, which gives the same results.")
+    elif holds_learned_state(name):
+        if (Path(name) / "config.json").exists():
+            raise ValueError(f"{name} holds a checkpoint and a learned state: move the files of one of them.")
+        base = base_of_learned_state(name) if base is None else base
+        model = load_model(base, trust_remote_code, dtype, merge=merge, needs_states=needs_states)
+        base_model = base_of(model)
+        if not hasattr(base_model, "load_learned_state"):
+            name_of_class = type(base_model).__name__
+            raise ValueError(f"{base} is a {name_of_class}, which accepts no initial state: give another base.")
+        base_model.load_learned_state(name)
+    elif base is not None:
+        raise ValueError(f"{name} holds no adapter, so it has no base: leave {base} out.")
+    else:
+        model = _load_checkpoint(name, trust_remote_code, dtype, needs_states)
     return with_window(model, attention_window)
 
 
@@ -206,40 +229,7 @@ def _convert_advice(name: str) -> str:
     return f"convert it to a checkpoint of this package, `{command}`."
 
 
-def _load(
-    name: str,
-    trust_remote_code: bool,
-    dtype: torch.dtype,
-    stateless: bool,
-    merge: bool = False,
-    base: str | None = None,
-) -> Any:
-    if holds_adapter(name):
-        base = base_of_adapter(name) if base is None else base
-        refuse_adapter(base)
-        model: Any = with_adapter(_load(base, trust_remote_code, dtype, stateless), name, base)
-        if holds_learned_state(name):  # trained beside the adapter
-            model.get_base_model().load_learned_state(name)
-        if not merge:
-            return model
-        try:
-            return merged(model)
-        except Unmergeable as error:
-            logger.warning(f"{error} {name} is evaluated with its adapter unmerged, which gives the same results.")
-            return model
-    if holds_learned_state(name):
-        if (Path(name) / "config.json").exists():
-            raise ValueError(f"{name} holds a checkpoint and a learned state: move the files of one of them.")
-        base = base_of_learned_state(name) if base is None else base
-        model = _load(base, trust_remote_code, dtype, stateless, merge)
-        base_model = base_of(model)
-        if not hasattr(base_model, "load_learned_state"):
-            name_of_class = type(base_model).__name__
-            raise ValueError(f"{base} is a {name_of_class}, which accepts no initial state: give another base.")
-        base_model.load_learned_state(name)
-        return model
-    if base is not None:
-        raise ValueError(f"{name} holds no adapter, so it has no base: leave {base} out.")
+def _load_checkpoint(name: str, trust_remote_code: bool, dtype: torch.dtype, needs_states: bool) -> Any:
     _check_place(name)
     settings, config = read_config(name, trust_remote_code)
     model_type = settings.get("model_type")
@@ -254,7 +244,7 @@ def _load(
         loading["trust_remote_code"] = trust_remote_code
         _warn_of_differing_code(name, settings)
     elif model_type not in SUPPORTED:
-        if not stateless or model_type in SUPERSEDED:
+        if needs_states or model_type in SUPERSEDED:
             reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
             raise NoInitialState(
                 f"{name} is of type {model_type!r}, which accepts no initial state{reason}. Types that do: those of "

@@ -1,6 +1,5 @@
 """From where checkpoints come: folders, files and models on the Hub, and the lineage that a new one continues."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ CONTAINERS = (
     ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"],
     ["pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"],
 )
-SMALL_FILES = ("config.json", "generation_config.json", "README.md", "*.py", *TOKENIZER_FILES)
+SMALL_FILES = ["config.json", "generation_config.json", "README.md", "*.py", *TOKENIZER_FILES]
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pth")
 
@@ -104,7 +103,7 @@ def _local(path: Path) -> Source:
 
 def _downloaded(repo_id: str, revision: str | None, file: str | None, weights: bool) -> tuple[Path, str]:
     """Folder in the cache, and commit. Without a network, the cached files are used."""
-    folder = _snapshot(repo_id, revision, SMALL_FILES)
+    folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=SMALL_FILES))
     commit = folder.name
     if not weights:
         return folder, commit
@@ -112,16 +111,12 @@ def _downloaded(repo_id: str, revision: str | None, file: str | None, weights: b
         hf_hub_download(repo_id, file, revision=commit)
         return folder, commit
     for patterns in CONTAINERS:
-        _snapshot(repo_id, commit, patterns)
+        snapshot_download(repo_id, revision=commit, allow_patterns=patterns)
         if any((folder / name).is_file() for name in WEIGHT_FILES):
             return folder, commit
     raise ValueError(
         f"{repo_id} holds none of {', '.join(WEIGHT_FILES)}: if it holds .pth files, give one, as {repo_id}/FILE.pth."
     )
-
-
-def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
 
 
 def lineage_of(model: str) -> Lineage:

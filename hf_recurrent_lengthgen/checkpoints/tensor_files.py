@@ -7,6 +7,7 @@ and one tensor. `tensor_writing.py` is the other direction.
 import os
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,10 @@ class Meta(NamedTuple):
     dtype: torch.dtype
 
 
+_OpenFile = tuple[dict[str, Meta], Callable[[str], Tensor]]
+"""Shape and dtype of each tensor of a file, and the function that reads one."""
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal in shape, dtype and bytes, including NaN and the sign of zero."""
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -70,34 +75,28 @@ class TensorFiles:
         self.paths = _indexed(path) if path.name.endswith(".index.json") else (path,)
         self.metas: dict[str, Meta] = {}
         self._files: dict[str, Path] = {}
-        self._opened: tuple[Path, _Safetensors | _Pickled] | None = None
+        self._opened: tuple[Path, _OpenFile] | None = None
         for file in self.paths:
-            metas = self._open(file).metas
+            metas, _ = self._open(file)
             if twice := sorted(self.metas.keys() & metas.keys()):
                 raise ValueError(f"{file} and files before it both hold {', '.join(twice)}: {AGAIN}.")
             self.metas |= metas
             self._files |= dict.fromkeys(metas, file)
         self.close()
 
-    def keys(self) -> list[str]:
-        return list(self.metas)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.metas
-
     def tensor(self, name: str) -> Tensor:
         """One tensor on the CPU. It may be a view of the mapped file, for weights larger than memory: do not write to
         either."""
-        return self._open(self._files[name]).tensor(name)
+        return self._open(self._files[name])[1](name)
 
     def close(self) -> None:
         """Unmap the open file."""
         self._opened = None
 
-    def _open(self, path: Path) -> "_Safetensors | _Pickled":
+    def _open(self, path: Path) -> _OpenFile:
         if self._opened is None or self._opened[0] != path:
             self._opened = None  # unmapped before the next file is mapped
-            self._opened = (path, (_Safetensors if path.suffix == ".safetensors" else _Pickled)(path))
+            self._opened = (path, (_safetensors if path.suffix == ".safetensors" else _pickled)(path))
         return self._opened[1]
 
 
@@ -127,39 +126,30 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 def stored_tensors(path: str | os.PathLike[str]) -> dict[str, Meta]:
     """Shape and dtype of each tensor of one .safetensors file, under its name in the file. Errors as `TensorFiles`."""
-    return _Safetensors(Path(path)).metas
+    return _safetensors(Path(path))[0]
 
 
-class _Safetensors:
-    def __init__(self, path: Path) -> None:
-        try:
-            self._file = safe_open(path, framework="pt")
-            parts = {name: self._file.get_slice(name) for name in self._file.keys()}
-            self.metas = {
-                name: Meta(tuple(part.get_shape()), DTYPES[part.get_dtype()]) for name, part in parts.items()
-            }
-        except (SafetensorError, KeyError) as error:
-            raise ValueError(f"{path} is damaged, or of an unknown dtype ({error}): {AGAIN}.") from error
-
-    def tensor(self, name: str) -> Tensor:
-        return self._file.get_tensor(name)
+def _safetensors(path: Path) -> _OpenFile:
+    try:
+        file = safe_open(path, framework="pt")
+        parts = {name: file.get_slice(name) for name in file.keys()}
+        metas = {name: Meta(tuple(part.get_shape()), DTYPES[part.get_dtype()]) for name, part in parts.items()}
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{path} is damaged, or of an unknown dtype ({error}): {AGAIN}.") from error
+    return metas, file.get_tensor
 
 
-class _Pickled:
-    def __init__(self, path: Path) -> None:
-        mappable = zipfile.is_zipfile(path)  # torch before 1.6 wrote no zip archives
-        try:
-            value = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-            raise ValueError(
-                f"{path} was not opened: it is damaged, no pickle of torch, or would run code "
-                f"({str(error).partition(chr(10))[0]}). Do not use it; if you trust it, convert it to safetensors."
-            ) from error
-        named = value if isinstance(value, dict) else {"": value}
-        if wrong := {name: type(part).__name__ for name, part in named.items() if not isinstance(part, Tensor)}:
-            raise ValueError(f"{path} must hold tensors by name, and holds {wrong}.")
-        self._tensors: dict[str, Tensor] = named
-        self.metas = {name: Meta(tuple(part.shape), part.dtype) for name, part in named.items()}
-
-    def tensor(self, name: str) -> Tensor:
-        return self._tensors[name].detach()
+def _pickled(path: Path) -> _OpenFile:
+    mappable = zipfile.is_zipfile(path)  # torch before 1.6 wrote no zip archives
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path} was not opened: it is damaged, no pickle of torch, or would run code "
+            f"({str(error).partition(chr(10))[0]}). Do not use it; if you trust it, convert it to safetensors."
+        ) from error
+    named = value if isinstance(value, dict) else {"": value}
+    if wrong := {name: type(part).__name__ for name, part in named.items() if not isinstance(part, Tensor)}:
+        raise ValueError(f"{path} must hold tensors by name, and holds {wrong}.")
+    metas = {name: Meta(tuple(part.shape), part.dtype) for name, part in named.items()}
+    return metas, lambda name: named[name].detach()

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,23 +104,19 @@ def symmetric_cross_entropy(logits_a: Tensor, logits_b: Tensor) -> Tensor:
     return -expected_logs(logits_a, logits_b, normalizer_a, normalizer_b, chunk).sum(0)
 
 
-class ContextPair(NamedTuple):
-    """Two contexts tokens[end - length : end] of one sequence."""
-
-    end: int
-    lengths: tuple[int, int]
-
-
-def context_pairs(available: int, training_length: int, samples: int, seed: int, sequence: int) -> list[ContextPair]:
+def context_pairs(
+    available: int, training_length: int, samples: int, seed: int, sequence: int
+) -> list[tuple[int, tuple[int, ...]]]:
     """The random draws of `long_short_misalignment` for one sequence, keyed by seed and index of the sequence.
 
-    The end of x is uniform among the positions with at least T = training_length of the `available` tokens before
-    them. (l1, l2) is uniform among the pairs of different integers in [T/2, T]; section 5.3 uses distances from 1.
+    A draw is (end, (l1, l2)), for the contexts tokens[end - l1 : end] and tokens[end - l2 : end]. `end` is uniform
+    among the positions with at least T = training_length of the `available` tokens before them, (l1, l2) among the
+    pairs of different integers in [T/2, T]; section 5.3 uses distances from 1.
     """
     generator = np.random.default_rng((seed, sequence))
     lengths = np.arange((training_length + 1) // 2, training_length + 1)
     return [
-        ContextPair(
+        (
             int(generator.integers(training_length, available + 1)),
             tuple(generator.choice(lengths, 2, replace=False).tolist()),
         )

@@ -44,10 +44,8 @@ def rows_of(result: Any) -> list[Row]:
     Raises:
         ValueError: for other types.
     """
-    if isinstance(result, AccuracyComparison | Comparison | Diagnosis | RetrievalComparison):
+    if isinstance(result, AccuracyComparison | Comparison | Diagnosis | EvaluationResult | RetrievalComparison):
         return [row for model in result.models for row in rows_of(model)]
-    if isinstance(result, EvaluationResult):
-        return list(_evaluation_rows("other", result))
     if isinstance(result, ComparedModel):
         return list(_evaluation_rows(result.role, result.evaluation))
     if isinstance(result, DiagnosedModel):

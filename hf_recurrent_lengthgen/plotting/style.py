@@ -8,7 +8,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
@@ -58,7 +57,6 @@ def stacked_axes(y_labels: Sequence[str], height: float = 3.2) -> tuple[Figure, 
     """Axes of the common shape one below the other, `height` inches each."""
     total = height * len(y_labels)
     figure, panels = Figure(figsize=(4.8, total)), []
-    FigureCanvasAgg(figure)
     for place, y_label in enumerate(y_labels, 1):
         box = (0.125, (total - place * height + 0.528) / total, 0.615, (height - 0.848) / total)
         panels.append(plain_axes(figure, box))

@@ -32,7 +32,7 @@ def entries(tensors: dict[str, torch.Tensor] = TENSORS) -> list[Entry]:
 
 def assert_holds(source: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> None:
     files = TensorFiles(source)
-    assert set(files.keys()) == tensors.keys()
+    assert set(files.metas) == tensors.keys()
     for name, value in tensors.items():
         assert files.metas[name] == (tuple(value.shape), value.dtype)
         assert same_bits(files.tensor(name), value), name

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.metrics.maps.measure import _one_text, _scans, attention_maps
+from hf_recurrent_lengthgen.metrics.maps.measure import _scans, attention_maps
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,
@@ -40,7 +40,7 @@ IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2])
 @torch.no_grad()
 def channel_maps(model: Any, input_ids: Tensor, layer: int, channels: slice) -> Tensor:
     """M_d (Eq. 8) of some channels (heads) of a layer, (c, T, T); those of its scan, if it has attention, too."""
-    scan = _scans(model, _one_text(input_ids), [layer])[0][1]
+    scan = _scans(model, torch.atleast_2d(input_ids), [layer])[0][1]
     return scan[channels] if isinstance(scan, Tensor) else scan.maps(channels)[0]
 
 

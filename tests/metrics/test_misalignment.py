@@ -46,7 +46,7 @@ def test_low_precision_logits_are_worked_on_in_float32(dtype: torch.dtype) -> No
 
 def test_pairs_are_uniform_over_ends_and_different_lengths() -> None:
     pairs = context_pairs(10, 5, 6000, seed=0, sequence=0)
-    lengths, ends = Counter(pair.lengths for pair in pairs), Counter(pair.end for pair in pairs)
+    lengths, ends = Counter(lengths for _, lengths in pairs), Counter(end for end, _ in pairs)
     assert set(lengths) == {(x, y) for x in (3, 4, 5) for y in (3, 4, 5) if x != y}
     assert set(ends) == {5, 6, 7, 8, 9, 10}
     for count in (*lengths.values(), *ends.values()):

@@ -163,6 +163,8 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     if not (path / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: give the folder of a checkpoint.")
     verification, files = read_verification(path), verified_files(path)
+    # of the weights as `lengthgen evaluate` loads them, in any dtype
+    digest = cache(lambda dtype: weights_digest(load_language_model(str(folder), dtype=dtype)))
     return Checkpoint(
         name=path.resolve().name,
         config=read_json_object(path / "config.json"),
@@ -171,7 +173,7 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         lineage=read_lineage(path),
         verification=verification if verification is None or verification.files == files else None,
         files=carded(files),
-        find_weights=_weights_of(path),
+        find_weights=lambda wanted: next((found for dtype in _DTYPES if (found := digest(dtype)) in wanted), None),
     )
 
 
@@ -181,12 +183,6 @@ def _parameters(folder: Path) -> int:
     if not weights:
         raise ValueError(f"{folder} has no model*.safetensors: save the model with save_pretrained.")
     return sum(math.prod(meta.shape) for file in weights for meta in stored_tensors(file).values())
-
-
-def _weights_of(folder: Path) -> Callable[[set[str]], str | None]:
-    """`Checkpoint.find_weights` for a folder, whose weights are loaded as `lengthgen evaluate` does, in any dtype."""
-    digest = cache(lambda dtype: weights_digest(load_language_model(str(folder), dtype=dtype)))
-    return lambda wanted: next((weights for dtype in _DTYPES if (weights := digest(dtype)) in wanted), None)
 
 
 def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]]) -> tuple[Evidence, ...]:

@@ -21,7 +21,8 @@ def card_data(
     checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardSettings, model_name: str
 ) -> ModelCardData:
     """The metadata; `model_name` is the name in `model-index`."""
-    base = base_on_hub(checkpoint)
+    source = None if checkpoint.lineage is None else checkpoint.lineage.source
+    base = source.name if source is not None and source.on_hub else None
     changed = any(step.kind in ("train", "expand") for step in checkpoint.steps)
     results = [result for evaluation in own_evaluations(evidence) for result in _of_evaluation(evaluation)]
     results += [result for retrieval in own_retrievals(evidence) for result in _of_retrieval(retrieval)]
@@ -38,12 +39,6 @@ def card_data(
         eval_results=results or None,
         base_model_relation="finetune" if base and changed else None,
     )
-
-
-def base_on_hub(checkpoint: Checkpoint) -> str | None:
-    """Name on the Hub of what a checkpoint was made from."""
-    source = None if checkpoint.lineage is None else checkpoint.lineage.source
-    return source.name if source is not None and source.on_hub else None
 
 
 def _tags(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]:

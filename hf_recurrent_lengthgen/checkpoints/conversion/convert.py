@@ -148,11 +148,11 @@ def write_config(folder: Path, config: Any) -> None:
 
 def our_entries(layout: Format, config: Any, files: TensorFiles, where: str) -> list[Entry]:
     """Our tensors, in the order of the source's files, so that each file is opened about once."""
-    renames = expand(layout.renames_of(config, files.metas), config.num_hidden_layers)
+    renames = expand(layout.older(config, files.metas) or layout.renames(config), config.num_hidden_layers)
     tied = tied_names(config)
-    if tied is not None and layout.tied_head in files:
+    if tied is not None and layout.tied_head in files.metas:
         _check_tied(files, layout.tied_head, renames, tied[1], where)
-    order = {name: number for number, name in enumerate(files.keys())}
+    order = {name: number for number, name in enumerate(files.metas)}
     ignored = layout.unused if tied is None else (*layout.unused, layout.tied_head)
     entries = to_ours(renames, files, expected_shapes(config), where, ignored)
     first = {name: order[rename.their_names[0]] for rename in renames for name in rename.our_names}
@@ -162,7 +162,7 @@ def our_entries(layout: Format, config: Any, files: TensorFiles, where: str) -> 
 def _check_tied(files: TensorFiles, head: str, renames: Sequence[Rename], embeddings: str, where: str) -> None:
     """Raise a `ValueError` if the head differs from the embeddings to which it is tied."""
     (theirs,) = next(rename.their_names for rename in renames if rename.our_names == (embeddings,))
-    if theirs not in files:
+    if theirs not in files.metas:
         return  # reported as missing
     if files.metas[head] != files.metas[theirs] or not same_bits(files.tensor(head), files.tensor(theirs)):
         raise ValueError(

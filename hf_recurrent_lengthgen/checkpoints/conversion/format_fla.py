@@ -107,7 +107,8 @@ def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
     kind = (settings or {}).get("model_type", "")
-    theirs = _renamed(settings or {}, kind)
+    aliases = {"rms_norm_eps": "norm_eps", **KINDS[kind].aliases}
+    theirs = {aliases.get(name, name): value for name, value in (settings or {}).items()}  # by the names of fla 0.6
     needed: dict[str, tuple[Any, ...]] = {name: (neutral,) for name, neutral in KINDS[kind].neutral.items()}
     if theirs.get("use_short_conv"):
         needed["share_conv_kernel"] = (False, None)  # one convolution for q, k and v
@@ -133,12 +134,6 @@ def _field_names(kind: str) -> set[str]:
     if not special.defaults:
         return ours
     return {special.aliases.get(name, name) for name in ours} | special.defaults.keys()
-
-
-def _renamed(settings: Settings, kind: str) -> Settings:
-    """The settings under the names of fla 0.6."""
-    aliases = {"rms_norm_eps": "norm_eps", **KINDS[kind].aliases}
-    return {aliases.get(name, name): value for name, value in settings.items()}
 
 
 def _our_fields(settings: Settings, kind: str) -> Settings:

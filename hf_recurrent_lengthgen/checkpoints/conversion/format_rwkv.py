@@ -225,7 +225,6 @@ SHAPED_FIELDS = (
     *("num_heads", "v_low_rank_dim", "value_dim"),
 )
 FIXED = (("group_norm_eps", 1e-5 * DIVISOR**2),)
-TOKENIZER = "RWKV/rwkv-6-world-1b6"
 
 RWKV = Format(
     name="rwkv",
@@ -239,7 +238,7 @@ RWKV = Format(
     unused=UNUSED,
     keeps_config=False,
     weights_file="model.pth",
-    tokenizer=TOKENIZER,
+    tokenizer="RWKV/rwkv-6-world-1b6",
     tokenizer_ids=WORLD_VOCABULARY,
     assumed=_assumed,
     from_shapes=SHAPED_FIELDS,

@@ -109,11 +109,6 @@ class Format:
         with config_errors():
             return self.to_config(settings, metas)
 
-    def renames_of(self, config: Any, metas: Mapping[str, Meta]) -> Sequence[Rename]:
-        """The map for a checkpoint with these tensors; "{layer}" stands for each layer."""
-        older = self.older(config, metas)
-        return self.renames(config) if older is None else older
-
 
 def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
     """Our config with other values, which its `SOURCE_CONFIG` records, because the source does not have them.

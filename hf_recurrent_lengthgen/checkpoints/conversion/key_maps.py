@@ -41,11 +41,11 @@ class Rename:
 
     @property
     def their_names(self) -> tuple[str, ...]:
-        return _names(self.theirs)
+        return _as_tuple(self.theirs)
 
     @property
     def our_names(self) -> tuple[str, ...]:
-        return _names(self.ours)
+        return _as_tuple(self.ours)
 
     @property
     def inverse(self) -> "Rename":
@@ -81,12 +81,9 @@ def to_theirs(
     return to_ours([rename.inverse for rename in renames], ours, None, where, misshapen=wrong)
 
 
-def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
-
-
-def _tensors(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return (value,) if isinstance(value, Tensor) else tuple(value)
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    """One name or tensor, or several."""
+    return (value,) if isinstance(value, str | Tensor) else tuple(value)
 
 
 def to_ours(
@@ -130,7 +127,7 @@ def _made(
     if len({meta.dtype for meta in metas}) > 1:
         return [], [f"{', '.join(theirs)} have several dtypes"]
     try:
-        results = _tensors(rename.transform.to_ours(*blank))
+        results = _as_tuple(rename.transform.to_ours(*blank))
     except (RuntimeError, IndexError, ValueError) as error:
         shapes = ", ".join(str(list(meta.shape)) for meta in metas)
         return [], [f"{', '.join(theirs)} of {shapes} ({str(error).partition(chr(10))[0]})"]
@@ -143,7 +140,7 @@ def _made(
             problems.append(f"{', '.join(theirs)}{got} has the shape {list(result.shape)} instead of {want}")
 
     def read(position: int) -> Tensor:
-        return _tensors(rename.transform.to_ours(*[source.tensor(name) for name in theirs]))[position]
+        return _as_tuple(rename.transform.to_ours(*[source.tensor(name) for name in theirs]))[position]
 
     entries = [
         Entry(name, tuple(result.shape), result.dtype, partial(read, position))

@@ -19,12 +19,11 @@ FORMATS: dict[str, Format] = {
 
 def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> Format:
     """The format of a checkpoint. Raises a `ValueError` if none is recognized, as for our own."""
-    model_type = (settings or {}).get("model_type")
     for format in FORMATS.values():
         if format.recognizes(settings, metas):
             return format
     tensors = f"no config.json, and its tensors have names such as {min(metas, default='none')!r}"
-    kind = tensors if settings is None else f"the model type {model_type!r}"
+    kind = tensors if settings is None else f"the model type {settings.get('model_type')!r}"
     formats = "; ".join(f"{format.name} ({format.title})" for format in FORMATS.values())
     raise ValueError(
         f"{where} is in none of the layouts that can be converted. It has {kind}. The layouts: {formats}. "

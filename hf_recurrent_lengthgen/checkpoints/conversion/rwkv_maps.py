@@ -148,17 +148,13 @@ def rwkv7_map(config: Any) -> list[Rename]:
     return [rename for rename in rwkv6_map(RWKV7_LAYER) + values if rename.ours not in lacking]
 
 
-def rwkv5_map() -> list[Rename]:
-    """From .pth files to our RWKV-5."""
-    names = list(RWKV6_TOP)
-    names[3:3] = [LAYER + name for name in RWKV5_LAYER]
-    return [Rename(name, in_repository(name), WIDE_VECTOR if "time_mix" in name else SAME) for name in names]
-
-
 def pth_renames(config: Any) -> list[Rename]:
-    if config.model_type == RWKV7:
-        return rwkv7_map(config)
-    return rwkv5_map() if config.model_type == RWKV5 else rwkv6_map()
+    """From .pth files to ours."""
+    if config.model_type != RWKV5:
+        return rwkv7_map(config) if config.model_type == RWKV7 else rwkv6_map()
+    top = list(RWKV6_TOP)
+    names = [*top[:3], *(LAYER + name for name in RWKV5_LAYER), *top[3:]]
+    return [Rename(name, in_repository(name), WIDE_VECTOR if "time_mix" in name else SAME) for name in names]
 
 
 def repository_renames(config: Any) -> list[Rename]:

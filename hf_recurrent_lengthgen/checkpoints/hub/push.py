@@ -119,7 +119,7 @@ def _pushed(api: HfApi, plan: PushPlan, repo_id: str, private: bool, overwrite: 
         )
     if problems:
         raise ValueError(f"{repository} {'; it '.join(problems)}. Nothing was sent.")
-    stale = [name for name in remote if overwrite and matches(name, (*LOADED, *PUSHED))]
-    changes = [CommitOperationAdd(file, plan.folder / file) for file in plan.files], map(CommitOperationDelete, stale)
+    added = [CommitOperationAdd(file, plan.folder / file) for file in plan.files]
+    stale = [CommitOperationDelete(name) for name in remote if overwrite and matches(name, (*LOADED, *PUSHED))]
     options: Any = {"commit_message": "Upload checkpoint", "parent_commit": info.sha}
-    return str(api.create_commit(repository, [*changes[0], *changes[1]], **options).commit_url)
+    return str(api.create_commit(repository, [*added, *stale], **options).commit_url)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
-from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.statistics import check_training_length
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar, reading_plan, stream_chunks
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
@@ -69,8 +69,12 @@ def window_nll(
     with evaluation_mode(reader.model), progress_bar(total, "windows", progress) as bar:
 
         def run(origins: list[tuple[int, int]], width: int) -> np.ndarray:
+            """NLL (B, width) of windows that start at (sequence, position)."""
             bar.update(len(origins) * width)
-            return _window_rows(reader, array, origins, width, chunk_length)
+            rows = np.stack([array[sequence, start : start + width + 1] for sequence, start in origins])
+            _, chunk = reading_plan(reader, len(rows), width, len(rows), chunk_length)
+            parts = stream_chunks(reader, rows, chunk, None, origins)
+            return np.concatenate([part.nll.cpu().numpy() for part in parts], 1)
 
         # Whole windows, so that no state is carried inside one, as long as their tokens fit into a forward pass.
         batch, _ = reading_plan(reader, len(windows), training_length, batch_size, chunk_length, training_length)
@@ -85,15 +89,6 @@ def window_nll(
             nll = run([(sequence, tail) for sequence in rows], length - tail)
             truncated[rows.start : rows.stop, -scored_in_tail:] = nll[:, training_length - half :]
     return WindowNll(truncated, in_window / len(full))
-
-
-def _window_rows(
-    reader: Reader, array: np.ndarray, origins: list[tuple[int, int]], width: int, chunk_length: int | None
-) -> np.ndarray:
-    """NLL (B, width) of windows that start at (sequence, position)."""
-    rows = np.stack([array[sequence, start : start + width + 1] for sequence, start in origins])
-    _, chunk = reading_plan(reader, len(rows), width, len(rows), chunk_length)
-    return np.concatenate([part.nll.cpu().numpy() for part in stream_chunks(reader, rows, chunk, None, origins)], 1)
 
 
 def context_use_bands(training_length: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import FuncNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -31,7 +30,6 @@ def attention_maps_figure(*models: AttentionMaps) -> Figure:
     columns = min(count, 4 if count <= 12 else 6)
     bands = -(-count // columns)
     figure = Figure(figsize=(PANEL * columns * 1.15 + 0.5, PANEL * bands * 2 + 0.8), layout="constrained")
-    FigureCanvasAgg(figure)
     alone = len(models) == 1
     name = fitted(models[0].model, figure.get_figwidth() * 72 * 0.97, FONT_SIZE, 2)[0] + "\n" if alone else ""
     figure.suptitle(

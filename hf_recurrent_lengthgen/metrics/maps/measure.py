@@ -27,6 +27,7 @@ Shapes: T tokens, D channels or heads, N states (keys).
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +100,9 @@ def attention_maps(
             wrapped by `stateful`, and a model whose recurrence is made to forget (`retention`, `insertion` or
             `window`; a `delta_scale` is part of the steps, so of the maps).
     """
-    tokens_1T = _one_text(input_ids)
+    tokens_1T = input_ids[None] if input_ids.ndim == 1 else input_ids
+    if tokens_1T.ndim != 2 or len(tokens_1T) != 1 or not tokens_1T.shape[1]:
+        raise ValueError(f"input_ids must be one text, (T,) or (1, T), got {tuple(input_ids.shape)}.")
     words = tuple(map(str, tokens_1T[0].tolist())) if tokens is None else tuple(tokens)
     correlations = projection_correlations(model)
     results = []
@@ -145,13 +148,6 @@ def projection_correlations(model: nn.Module) -> dict[int, Correlation]:
         identity = inner / (product * W_B.shape[2] ** 0.5)
         correlations[mixer.layer] = Correlation(float(cosine.mean()), float(identity.mean()))
     return correlations
-
-
-def _one_text(input_ids: Tensor) -> Tensor:
-    tokens = input_ids[None] if input_ids.ndim == 1 else input_ids
-    if tokens.ndim != 2 or len(tokens) != 1 or not tokens.shape[1]:
-        raise ValueError(f"input_ids must be one text, (T,) or (1, T), got {tuple(input_ids.shape)}.")
-    return tokens
 
 
 def _averages(scan: _Scan) -> tuple[Tensor, Tensor]:
@@ -225,16 +221,13 @@ def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> list[
     device = next(model.parameters()).device
     record: list[tuple[int, _Scan | Tensor]] = []
 
-    def recording(read: Callable[..., _Scan | Tensor]) -> Callable[..., None]:
-        def append(layer: int, *args: Tensor) -> None:
-            if layer in requested:
-                record.append((layer, read(*args)))
+    def keep(read: Callable[..., _Scan | Tensor], layer: int, *args: Tensor) -> None:
+        if layer in requested:
+            record.append((layer, read(*args)))
 
-        return append
-
-    readers = {name: recording(read) for name, read in _READERS.items()}
-    scans = recorded_scans(model, readers) if stateful else nullcontext()
-    with evaluation_mode(model), scans, recorded_attention(model, recording(lambda weights: weights[0].double())):
+    scans = recorded_scans(model, {name: partial(keep, read) for name, read in _READERS.items()})
+    attention = recorded_attention(model, partial(keep, lambda weights: weights[0].double()))
+    with evaluation_mode(model), scans if stateful else nullcontext(), attention:
         model.base_model(tokens_1T.to(device), **({"output_final_state": True} if stateful else {"use_cache": False}))
     if not record and not stateful:
         layers_of(model)

@@ -6,7 +6,6 @@ from itertools import cycle
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.metrics.retrieval.result import RECALL_ACCURACY, RetrievalResult, Share
@@ -29,7 +28,6 @@ def heat_map_figure(models: Sequence[RetrievalResult]) -> Figure:
     width, panel = max(WIDTH, 1.1 + 0.42 * columns), 0.8 + _ROW * rows
     height = panel * len(models) + 0.78
     figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
     what = "depth" if models[0].depths is not None else "task"
     title = f"{_TITLES[models[0].task]}: right answers in percent\nby {what} and length"
     figure.text(

@@ -10,7 +10,8 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import nn
 
 from hf_recurrent_lengthgen.data.tasks import RetrievalGrid, Task
 from hf_recurrent_lengthgen.evaluation.provenance import model_record, run_record
-from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.results import NOT_SAID, DataRecord
 from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
@@ -77,7 +78,7 @@ def retrieval_accuracy(
         ValueError: as in the grid for lengths without a prompt, and as in `greedy_hits`; both before any reading.
     """
     began, record = time.perf_counter(), model_record(model)
-    run = _Run(model, grid, sorted(lengths), settings, cache)
+    run = _Run(reader_of(model), grid, sorted(lengths), settings, cache)
     digest = run.look_up(record)
     if not any(cell.samples for cell in run.cells.values()) and not run.missing:
         raise ValueError(
@@ -105,37 +106,32 @@ def retrieval_accuracy(
     )
 
 
+@dataclass
 class _Run:
     """The measured cells of a grid, by place, and the cache keys of those that are missing."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        grid: RetrievalGrid,
-        lengths: list[int],
-        settings: EvaluationSettings,
-        cache: ResultCache | None,
-    ) -> None:
-        self.reader, self.grid, self.lengths = reader_of(model), grid, lengths
-        self.settings, self.cache = settings, cache
-        self.cells: dict[tuple[int, int], RetrievalCell] = {}
-        self.missing: dict[tuple[int, int], Any] = {}
+    reader: Reader
+    grid: RetrievalGrid
+    lengths: list[int]
+    settings: EvaluationSettings
+    cache: ResultCache | None
+    cells: dict[tuple[int, int], RetrievalCell] = field(default_factory=dict)
+    missing: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     def look_up(self, record: dict[str, str]) -> str:
         """Make all prompts before the first is read, and return their digest; may take long."""
         digest = hashlib.sha256()
-        for column in range(len(self.lengths)):
-            for row in range(len(self.grid.rows)):
-                cell = self._cell((row, column))
-                digest.update(cell.digest.encode())
-                key = {"what": "retrieval cell", "model": record, "prompts": cell.digest}
-                cached = self.cache.get(key) if self.cache else None
-                if not cell.tasks:
-                    self.cells[cell.place] = RetrievalCell(0, 0, None)
-                elif cached is not None:
-                    self.cells[cell.place] = RetrievalCell(**cached)
-                else:
-                    self.missing[cell.place] = key
+        for column, row in product(range(len(self.lengths)), range(len(self.grid.rows))):
+            cell = self._cell((row, column))
+            digest.update(cell.digest.encode())
+            key = {"what": "retrieval cell", "model": record, "prompts": cell.digest}
+            cached = self.cache.get(key) if self.cache else None
+            if not cell.tasks:
+                self.cells[cell.place] = RetrievalCell(0, 0, None)
+            elif cached is not None:
+                self.cells[cell.place] = RetrievalCell(**cached)
+            else:
+                self.missing[cell.place] = key
         return digest.hexdigest()
 
     def _cell(self, place: tuple[int, int]) -> _Cell:

@@ -1,6 +1,7 @@
 """How often models retrieve what was far back in a text, by depth and length, as typed values."""
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import ModelResult, check_comparison
@@ -105,13 +106,9 @@ class RetrievalResult(ModelResult):
         As in Chen et al., 2024, section 4.3. None if the accuracy is lower at the shortest length. For a model that
         recalls at the longest length measured, that length is a lower bound.
         """
-        longest = None
-        for length, share in zip(self.lengths, self.by_length, strict=True):
-            if share.accuracy is not None:
-                if share.accuracy < accuracy:
-                    break
-                longest = length
-        return longest
+        asked = [(length, share) for length, share in zip(self.lengths, self.by_length, strict=True) if share.samples]
+        recalled = takewhile(lambda pair: pair[1].right / pair[1].samples >= accuracy, asked)
+        return max((length for length, _ in recalled), default=None)
 
 
 @document("retrieval_comparison", version=4, figure=FIGURE)

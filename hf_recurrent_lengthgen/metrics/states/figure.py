@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -322,7 +321,6 @@ def _panels(
     heights = heights or [HEIGHT] * len(diagnoses)
     total = TITLE + BOTTOM + sum(heights) + GAP * (len(heights) - 1)
     figure = Figure(figsize=(WIDTH, total))
-    FigureCanvasAgg(figure)
     for y, text, smaller, color in ((0.06, title, 0.0, style.INK), (0.26, explanation, 1.5, style.MUTED)):
         size = style.FONT_SIZE - smaller
         figure.text(0.02, 1 - y / total, text, fontsize=size, color=color, va="top", parse_math=False)

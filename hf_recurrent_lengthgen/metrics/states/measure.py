@@ -108,9 +108,7 @@ def measure_states(task: Measurement) -> StateDiagnosis:
         sweep = functools.partial(attention_window_harm, task.model, task.tokens, task.training_length, read, settings)
         return task.kept("windows of attention", WindowHarm, sweep, model=model, windows=read)
 
-    def exchange() -> StateDiagnosis:
-        return with_exchanges(task.model, task.tokens, states, heads, settings, windows)
-
+    exchange = functools.partial(with_exchanges, task.model, task.tokens, states, heads, settings, windows)
     return task.kept("states and exchanges", StateDiagnosis, exchange, patched_heads=heads, windows=read)
 
 

@@ -104,16 +104,11 @@ def patch_heads(
 
 
 def _variants(full: Any, short: Any, groups: Sequence[Heads]) -> Iterator[Any]:
-    """The caches to read from: both, then both with each group taken from the other."""
+    """The caches (state, keys) to read from: both, then both with each group taken from the other."""
     yield from (full, short)
     for group in groups:
-        yield _exchanged(full, short, group)
-        yield _exchanged(short, full, group)
-
-
-def _exchanged(cache: Any, other: Any, group: Heads) -> Any:
-    """A cache (state, keys) with some heads, or the keys, taken from another one."""
-    return exchange(cache[0], other[0], heads_of(group)), (other if "attention" in group else cache)[1]
+        for (state, keys), (other, other_keys) in ((full, short), (short, full)):
+            yield exchange(state, other, heads_of(group)), other_keys if "attention" in group else keys
 
 
 def heads_of(group: Heads) -> list[Head]:

@@ -12,17 +12,8 @@ from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.statistics import shown_above
 from hf_recurrent_lengthgen.metrics.context_harm.summary import Status
 from hf_recurrent_lengthgen.metrics.part import Part, Picture
+from hf_recurrent_lengthgen.metrics.states import figure
 from hf_recurrent_lengthgen.metrics.states.distance import SMALLEST_DRIFT
-from hf_recurrent_lengthgen.metrics.states.figure import (
-    attention_harm_figure,
-    attention_windows_figure,
-    distance_map_figure,
-    patching_figure,
-    rank_figure,
-    retention_figure,
-    state_mean_figure,
-    state_std_figure,
-)
 from hf_recurrent_lengthgen.metrics.states.measure import measure_states
 from hf_recurrent_lengthgen.metrics.states.result import (
     AS_GOOD,
@@ -276,44 +267,47 @@ STATES = Part(
     facts=_facts,
     pictures={
         "state_distance": Picture(
-            lambda result, *_: distance_map_figure(result),
+            lambda result, *_: figure.distance_map_figure(result),
             "Each row is a head, the furthest at the top. Orange: more than one standard deviation from training.",
         ),
         "state_patching": Picture(
-            lambda result, _, unit: patching_figure(result, unit),
+            lambda result, _, unit: figure.patching_figure(result, unit),
             "States exchanged between a long and a short context. Blue up to the dashed line: all of the excess loss "
             "is removed. Thin lines: intervals.",
             lambda result: result.patching is not None,
         ),
         "attention_harm": Picture(
-            lambda result, _, unit: attention_harm_figure(result, unit),
+            lambda result, _, unit: figure.attention_harm_figure(result, unit),
             "Excess loss from the states and from the keys and values of a long text, each alone and together. Above "
             "zero, the long context makes predictions worse.",
             lambda result: result.attention is not None,
             bands=True,
         ),
         "attention_windows": Picture(
-            lambda result, _, unit: attention_windows_figure(result, unit),
+            lambda result, _, unit: figure.attention_windows_figure(result, unit),
             "Excess loss from context by window of attention. Windows below the training length also hide "
             "context that the model uses.",
             lambda result: result.attention is not None and result.attention.windows is not None,
             bands=True,
         ),
         "state_std": Picture(
-            lambda result, *_: state_std_figure(result), "A state that has settled has a flat line. Dashed: the whole."
+            lambda result, *_: figure.state_std_figure(result),
+            "A state that has settled has a flat line. Dashed: the whole.",
         ),
         "state_mean": Picture(
-            lambda result, *_: state_mean_figure(result),
+            lambda result, *_: figure.state_mean_figure(result),
             "A state that has settled has a flat line; between -1 and 1 the scale is linear.",
             lambda result: any(head.mean for head in result.heads),
         ),
         "state_retention": Picture(
-            lambda result, *_: retention_figure(result),
+            lambda result, *_: figure.retention_figure(result),
             "A head that retains the first token accumulates its inputs instead of replacing them.",
             lambda result: any(head.log_retention for head in result.heads),
         ),
         "state_rank": Picture(
-            lambda its, *_: rank_figure(its), "A low line: little of the state is used.", lambda its: bool(its.ranks)
+            lambda its, *_: figure.rank_figure(its),
+            "A low line: little of the state is used.",
+            lambda its: bool(its.ranks),
         ),
     },
     definitions=_definitions,

@@ -20,6 +20,7 @@ a unit.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -177,18 +178,15 @@ class StateObserver:
     def __enter__(self) -> "StateObserver":
         # a recurrence that is made to forget gets other inputs than its layer computed
         if len(self._blocks) and not Forgetting.of(self._model.config).in_recurrence:
-            readers = {name: self._reading(sums) for name, sums in SUMS.items()}
+            readers = {name: partial(self._read, sums) for name, sums in SUMS.items()}
             self._recording.enter_context(recorded_scans(self._model, readers))
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._recording.close()
 
-    def _reading(self, sums: Callable[..., ScanSums]) -> Callable[..., None]:
-        def read(layer: int, *args: Tensor) -> None:
-            self._calls.setdefault(layer, []).append(sums(*args))
-
-        return read
+    def _read(self, sums: Callable[..., ScanSums], layer: int, *args: Tensor) -> None:
+        self._calls.setdefault(layer, []).append(sums(*args))
 
     @torch.inference_mode()
     def see(self, first_sequence: int, chunk: Chunk) -> None:
