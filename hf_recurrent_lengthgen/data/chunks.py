@@ -80,12 +80,8 @@ def cut_rows(inputs: Mapping[str, Any], borders: Sequence[int]) -> list[Chunk]:
     if (targets := shifted_targets(labels, whole.get("shift_labels"), rows)) is not None:
         whole["shift_labels"] = targets
         _check_targets(targets, rows.real, borders)
-    wrong = sorted(
-        name
-        for name, value in whole.items()
-        if name not in CUT and isinstance(value, Tensor) and value.shape[:2] == shape
-    )
-    if wrong:
+    others = {name: value for name, value in whole.items() if name not in CUT}
+    if wrong := sorted(name for name, x in others.items() if isinstance(x, Tensor) and x.shape[:2] == shape):
         raise ValueError(
             f"{wrong} cannot be cut into chunks: leave them out. What is cut is {', '.join(CUT)}, labels and "
             "position_ids."
@@ -129,11 +125,8 @@ def _check_targets(targets: Tensor, real: Tensor | None, borders: Sequence[int])
     if real is None:
         return
     read = real.cumsum(1)
-    starts, places = (
-        torch.tensor(numbers, device=real.device) for numbers in (list(borders[:-1]), range(borders[-1]))
-    )
-    begins = starts[torch.searchsorted(starts, places, right=True) - 1]  # of the chunk of each token
-    before = pad(read, (1, 0))[:, begins]
+    begins = [begin for begin, end in pairwise(borders) for _ in range(begin, end)]  # of the chunk of each token
+    before = pad(read, (1, 0))[:, torch.tensor(begins, device=real.device)]
     lost = (read == before) & (before > 0) & (targets != IGNORED_LABEL)
     if bool(lost.any()):
         row, place = lost.nonzero()[0].tolist()

@@ -75,8 +75,8 @@ class ContinuedChunks(Dataset[Item]):
                 f"separator_id is {separator_id}, which does not occur in the stream, so reset_at_document would "
                 "never reset; give the token that ends its documents, or set reset_at_document=False"
             )
-        chunks = (len(stream) - lookahead - 1) // length
-        if chunks < 1:
+        self._chunks = (len(stream) - lookahead - 1) // length
+        if self._chunks < 1:
             raise ValueError(
                 f"the stream has {len(stream)} tokens, but one chunk of length {length} with lookahead {lookahead} "
                 f"and its last target needs {length + lookahead + 1}; give more data or a smaller length"
@@ -87,7 +87,6 @@ class ContinuedChunks(Dataset[Item]):
         self.reset_at_document = reset_at_document
         self.separator_id = separator_id
         self.lookahead = lookahead
-        self._chunks = chunks
 
     def __len__(self) -> int:
         return self._chunks
@@ -184,12 +183,10 @@ def keep_long_documents(stream: Tensor | np.ndarray, separator_id: int, minimum_
         ValueError: for a stream that is not one-dimensional and of integers, and if no document is long enough.
     """
     stream = as_stream(stream)
-    separators = torch.from_numpy(np.flatnonzero(stream.numpy() == separator_id))
-    lengths = separators.diff(prepend=torch.tensor([-1])) - 1
-    last = len(stream) - int(lengths.sum()) - len(lengths)
-    spans = torch.cat([lengths + 1, torch.tensor([last])])
-    lengths = torch.cat([lengths, torch.tensor([last])])
-    long = stream[(lengths >= minimum_tokens).repeat_interleave(spans)]
+    spans = np.diff(np.flatnonzero(stream.numpy() == separator_id) + 1, prepend=0, append=len(stream))
+    lengths = spans - 1
+    lengths[-1] += 1  # no separator follows the last one
+    long = stream[torch.from_numpy(np.repeat(lengths >= minimum_tokens, spans))]
     if not len(long):
         raise ValueError(
             f"no document of the stream has {minimum_tokens} tokens, the longest has {int(lengths.max())}; "

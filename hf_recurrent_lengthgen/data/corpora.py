@@ -147,6 +147,8 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
         remedy = "give an existing file or folder that has data in this split, or the name of a Hub dataset"
         if isinstance(error, datasets.exceptions.DataFilesNotFoundError):
             why, remedy = "none of its files can be read", f"give files {', '.join(_BUILDER_OF_SUFFIX)}"
+        if is_empty and "%" in split:
+            remedy = "percents are of rows, such as the files of a folder, and rounded: give rows, train[:2] or train[2:]"
         if "JSON parse error" in why:
             remedy = "give JSON objects, one on each line or all in a list, in UTF-8"
         raise ValueError(f"cannot read split {split!r} of {str(path_or_name)!r}: {why}; {remedy}") from error
@@ -287,12 +289,9 @@ def _builder_of(splits: dict[str, list[str]]) -> tuple[str, dict[str, Any]]:
     if len(kinds) != 1 or "" in kinds:
         raise ValueError(
             f"the files end in {', '.join(sorted(suffixes))}; give files of one kind, "
-            f"{', '.join(_BUILDER_OF_SUFFIX)}, "
-            'in a folder or by a pattern such as "texts/*.txt"'
+            f'{", ".join(_BUILDER_OF_SUFFIX)}, in a folder or by a pattern such as "texts/*.txt"'
         )
     (kind,) = kinds
     names = {each: [glob.escape(name) for name in files] for each, files in splits.items()}
-    return kind, {
-        "data_files": names,
-        **({"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}),
-    }
+    options = {"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}
+    return kind, options | {"data_files": names}

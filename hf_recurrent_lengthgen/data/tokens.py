@@ -65,13 +65,11 @@ def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
     between = before[:0] if np.array_equal(before, ending) else before
     # A subclass may tokenize differently, so only the class itself is known to be plain bytes.
     encode = _encode_bytes if type(tokenizer) is ByT5Tokenizer else _encode
-    parts: list[np.ndarray] = []
-    number_of_tokens = 0
-    for ids in encode(documents, tokenizer):
-        number_of_tokens += len(ids)
-        parts += (between if parts else before, ids, ending)
-    if not number_of_tokens:
+    encoded = list(encode(documents, tokenizer))
+    if not any(map(len, encoded)):
         raise ValueError(f"the {len(documents)} documents hold no token; give some text")
+    parts = [part for ids in encoded for part in (between, ids, ending)]
+    parts[0] = before
     return torch.from_numpy(np.concatenate(parts, dtype=np.int64))
 
 

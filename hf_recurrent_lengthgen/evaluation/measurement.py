@@ -53,9 +53,8 @@ class Measurement:
         if self.cache is None:
             return compute()
         key = {"result": name, "kind": foreign_code([kind]), **self.key, **depends_on}
-        cached: Document | None = self.cache.get(key, kind)
-        if cached is not None:
-            return cached
-        result = compute()
-        self.cache.put(key, to_json(result))
+        result: Document | None = self.cache.get(key, kind)
+        if result is None:
+            result = compute()
+            self.cache.put(key, to_json(result))
         return result

@@ -68,12 +68,10 @@ def model_record(model: Any) -> dict[str, str]:
 
 def run_record(model: Any, began: float) -> dict[str, Any]:
     """Fields of a result: versions, seconds since `began` (`time.perf_counter`), forgetting and attention window."""
-    rule = Forgetting.of(getattr(model, "config", None))
-    seconds = time.perf_counter() - began
     return {
+        "wall_seconds": time.perf_counter() - began,
         "versions": installed_versions(),
-        "wall_seconds": seconds,
-        "forgetting": ForgettingRule(**rule._asdict()),
+        "forgetting": ForgettingRule(**Forgetting.of(getattr(model, "config", None))._asdict()),
         "attention_window": attention_window(model),
     }
 

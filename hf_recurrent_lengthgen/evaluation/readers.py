@@ -226,8 +226,7 @@ class CacheReader(Reader):
 
     def read(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
         cache = DynamicCache(config=self.model.config) if cache is None else cache
-        logits = self._forward(input_ids, logits_to_keep, use_cache=True, **{self._argument: cache})
-        return logits, cache
+        return self._forward(input_ids, logits_to_keep, use_cache=True, **{self._argument: cache}), cache
 
     def keys_of(self, cache: Any) -> Any:
         return cache

@@ -65,15 +65,14 @@ def _mixers_of(model: nn.Module) -> Iterator[tuple[int, Any]]:
 
 
 @contextmanager
-def recorded_attention(model: nn.Module, read: Callable[[int, Tensor], None]) -> Iterator[None]:
+def recorded_attention(model: Any, read: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Call `read(layer, weights)` with the weights (B, H, T, T) of each causal softmax attention of Transformers.
 
     It is computed with weights ("eager") within the block. Modules without a layer index, which several layers share
     (Zamba), are left out.
     """
-    modules: Any = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
-    attending: Any = model
-    implementation = attending.config._attn_implementation
+    modules = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
+    implementation = model.config._attn_implementation
 
     def look(module: Any, _: Any, output: Any) -> None:
         for weights in output[1:] if isinstance(output, tuple) else ():
@@ -84,13 +83,13 @@ def recorded_attention(model: nn.Module, read: Callable[[int, Tensor], None]) ->
     hooks = [each.register_forward_hook(look) for each in modules]
     try:
         if implementation != "eager":
-            attending.set_attn_implementation("eager")
+            model.set_attn_implementation("eager")
         yield
     finally:
         for hook in hooks:
             hook.remove()
         if implementation != "eager":
-            attending.set_attn_implementation(implementation)
+            model.set_attn_implementation(implementation)
 
 
 class ScanSums(NamedTuple):

@@ -69,14 +69,11 @@ class DataSource:
         return ", ".join([name, *([f"split {self.split}"] if self.split else []), *filter(None, [self.selection])])
 
 
-NO_SOURCE = DataSource("")
-
-
 @dataclass(frozen=True)
 class DataRecord:
     """The texts read: their source, the SHA-256 of the token ids, and the name of one token ("byte")."""
 
-    source: DataSource = NO_SOURCE
+    source: DataSource = DataSource("")
     digest: str = ""
     token_unit: str = "token"
 

@@ -243,39 +243,38 @@ def greedy_hits(
         yield index, likeliest
 
 
+@dataclass
 class _Walk:
-    def __init__(
-        self,
-        reader: Reader,
-        root: Node,
-        batch_size: int | None,
-        chunk_length: int | None,
-        scored_from: Sequence[int] | None,
-        bar: Any,
-    ) -> None:
-        self.reader, self.root, self.chunk_length, self.bar = reader, root, chunk_length, bar
-        self.batch_size = batch_size
-        self.rows = batch_size or max(1, min(ROWS, STATES_PER_FORWARD // max(1, state_elements(reader.model))))
-        self.all_states = scored_from is None
+    reader: Reader
+    root: Node
+    batch_size: int | None
+    chunk_length: int | None
+    scored_from: Sequence[int] | None
+    bar: Any
+
+    def __post_init__(self) -> None:
+        most = STATES_PER_FORWARD // max(1, state_elements(self.reader.model))
+        self.rows = self.batch_size or max(1, min(ROWS, most))
+        self.inner: list[list[Branch]] = []  # batches whose states are required
+        self.leaves: dict[tuple[int, int], list[Branch]] = {}  # others, by what may share a batch
         self.first: dict[Node, int] = {}  # the first scored position of the texts below each node
-        for node in reversed(list(walk(root))):
-            here = [] if scored_from is None else [scored_from[index] for index in node.ends]
+        for node in reversed(list(walk(self.root))):
+            here = [] if self.scored_from is None else [self.scored_from[index] for index in node.ends]
             self.first[node] = min([*here, *(self.first[child] for child in node.children)], default=NOWHERE)
 
     def branches(self) -> Iterator[tuple[int, Branch]]:
         """Read all nodes; leaves of several parents share batches, so that parents with few leaves fill them, too."""
         top = Branch(self.root)
         yield from ((index, top) for index in self.root.ends)
-        inner: list[list[Branch]] = []
-        leaves: dict[tuple[int, int], list[Branch]] = {}  # keyed by what may share a batch
-        self._wait([top], inner, leaves)
-        while inner or leaves:
+        leaves = self.leaves
+        self._wait([top])
+        while self.inner or leaves:
             # leaves that hold the keys of their parents go first, which frees these keys
             hold = not self.reader.carried_by_row
             full = (key for key, group in leaves.items() if len(group) >= self.rows or (hold and key[0] > 0))
             key = next(full, None)
-            if key is None and inner:
-                batch, states = inner.pop(), True
+            if key is None and self.inner:
+                batch, states = self.inner.pop(), True
             else:
                 key = min(leaves) if key is None else key
                 rows, states = self._most(leaves[key]), False
@@ -285,24 +284,22 @@ class _Walk:
             self._read(batch, states)
             for branch in batch:
                 yield from ((index, branch) for index in branch.node.ends)
-            self._wait(batch, inner, leaves)
+            self._wait(batch)
 
-    def _wait(
-        self, parents: Sequence[Branch], inner: list[list[Branch]], leaves: dict[tuple[int, int], list[Branch]]
-    ) -> None:
+    def _wait(self, parents: Sequence[Branch]) -> None:
         """Queue the children of nodes, longest first; those whose state is required are in separate batches."""
         children = [Branch(node, parent, self.first[node]) for parent in parents for node in parent.node.children]
         children.sort(key=lambda branch: -len(branch.node.tokens))
         with_states: dict[tuple[int, int], list[Branch]] = {}
         for branch in children:
-            required = branch.node.children or self.all_states
-            (with_states if required else leaves).setdefault(self._together(branch.node), []).append(branch)
+            required = branch.node.children or self.scored_from is None
+            (with_states if required else self.leaves).setdefault(self._together(branch.node), []).append(branch)
         for group in with_states.values():
             while group:
                 rows = self._most(group)
-                inner.append(group[:rows])
+                self.inner.append(group[:rows])
                 del group[:rows]
-        for group in leaves.values():
+        for group in self.leaves.values():
             group.sort(key=lambda branch: -len(branch.node.tokens))
 
     def _together(self, node: Node) -> tuple[int, int]:

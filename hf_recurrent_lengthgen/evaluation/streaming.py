@@ -12,6 +12,7 @@ trained on blocks of T + 1 tokens was trained on the positions [0, T).
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -169,12 +170,10 @@ def chunk_borders(
     length: int, chunk_length: int, stops: Sequence[int] = (), start: int = 0
 ) -> Iterator[tuple[int, int]]:
     """Start and stop of chunks of [start, length) of at most `chunk_length` tokens, which also end at `stops`."""
-    ends = iter(sorted({stop for stop in stops if start < stop < length} | {length}))
-    end = next(ends)
-    while start < length:
-        stop = min(start + chunk_length, end)
-        yield start, stop
-        start, end = stop, next(ends, length) if stop == end else end
+    edges = [start, *sorted({stop for stop in stops if start < stop < length}), length]
+    for begin, end in pairwise(edges):
+        for first in range(begin, end, chunk_length):
+            yield first, min(first + chunk_length, end)
 
 
 def _check_finite(

@@ -131,8 +131,7 @@ class HybridCache(RecurrentCache):
     def detached(self) -> "HybridCache":
         """The same values without gradient history."""
         copied = copy.copy(self)
-        parts = ([tuple(x.detach() for x in part) for part in layer.parts] for layer in self.layers)
-        copied.layers = [KeyLayer(each) for each in parts]
+        copied.layers = [KeyLayer([(k.detach(), v.detach()) for k, v in layer.parts]) for layer in self.layers]
         copied.state = None if self.state is None else detach_state(self.state)
         return copied
 
@@ -218,9 +217,9 @@ def _stacked(layers: Sequence[KeyLayer]) -> KeyLayer:
     if not layers[0].parts:
         return layers[0]
     columns = max(layer.columns for layer in layers)
-    parts: Any = ([getattr(layer, name) for layer in layers] for name in ("keys", "values"))
-    padded = (torch.cat([pad(x, (0, 0, columns - x.shape[2], 0)) for x in part]) for part in parts)
-    return KeyLayer([(next(padded), next(padded))])
+    parts = zip(*(joined_parts(layer.parts) for layer in layers), strict=True)  # keys, and values
+    keys, values = (torch.cat([pad(x, (0, 0, columns - x.shape[2], 0)) for x in part]) for part in parts)
+    return KeyLayer([(keys, values)])
 
 
 def _shortened(parts: Any, limit: int | None) -> Any:

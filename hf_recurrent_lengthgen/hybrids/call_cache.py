@@ -151,7 +151,7 @@ class CallCache(Cache):
         return self
 
     def __getitem__(self, layer_idx: int) -> "_OfXlstm":
-        return _OfXlstm(self, layer_idx)
+        return _OfXlstm(((self, layer_idx), None, None))
 
     # keys and values
 
@@ -191,14 +191,8 @@ class HeadInput(NamedTuple):
     output: Any
 
 
-class _OfXlstm:
+class _OfXlstm(tuple[Any, None, None]):
     """The three states of a layer, for `XlstmBackend`; of no length, so that the model copies nothing into them."""
-
-    def __init__(self, call: CallCache, layer_idx: int) -> None:
-        self.parts = (call, layer_idx), None, None
-
-    def __iter__(self) -> Any:
-        return iter(self.parts)
 
     def __len__(self) -> int:
         return 0

@@ -92,12 +92,7 @@ def further_arguments(
 ) -> dict[str, Tensor]:
     """Positions that the stock model would not find, after a check of those of the call, and a mask over columns.
 
-    Args:
-        call: What the stock model gets.
-        position: Tokens before those of the call, where no row differs.
-        position_ids: Of the call.
-        rows: How rows are moved.
-        length: Tokens of each row of the stock model.
+    `position` counts the tokens before those of the call, where no row differs, `length` those of its moved rows.
     """
     if not model.attends:
         return {}

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 from hf_recurrent_lengthgen.hybrids.call_cache import CallCache, HeadInput
 from hf_recurrent_lengthgen.hybrids.calls import cache_argument
 from hf_recurrent_lengthgen.hybrids.registry import check_uses
-from hf_recurrent_lengthgen.hybrids.rows import TARGETS, StockRows, of_whole_rows, uncounted, with_loss_of_experts
+from hf_recurrent_lengthgen.hybrids.rows import TARGETS, StockRows, read_stock, uncounted, with_loss_of_experts
 from hf_recurrent_lengthgen.models.modeling_loss import check_skips, chunked_loss, shifted, takes_chunks
 from hf_recurrent_lengthgen.models.rows import Rows, token_shape
 
@@ -22,24 +22,13 @@ from hf_recurrent_lengthgen.models.rows import Rows, token_shape
 def read_without_logits(
     model: Any, forward: Any, call: CallCache, rows: StockRows | None, arguments: dict[str, Any], further: Any
 ) -> ModelOutput:
-    """The output of a stock model, which has this `forward`, with a loss and without logits.
-
-    Args:
-        rows: How the rows are moved; None if they are not.
-        arguments: For the rows of the call, with targets.
-        further: Arguments for moved rows.
-    """
+    """The output of a stock model, as in `read_stock`, with a loss and without logits."""
     labels, shift_labels = (arguments.get(name) for name in TARGETS)
     check_skips(model, labels, shift_labels)
     size = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
     head = model.get_output_embeddings()
     if not takes_chunks(head, size[0] * size[1]):
-        read = (
-            rows.read(model, forward, arguments, further)
-            if rows
-            else forward(**of_whole_rows(arguments, ()), **further)
-        )
-        return _dropped(read)
+        return _dropped(read_stock(model, forward, rows, arguments, further))
     keeps = arguments.get("logits_to_keep", 0)
     check_uses(model, {"logits_to_keep": not (isinstance(keeps, int) and keeps == 0), "labels": True})
     inputs = {name: value for name, value in arguments.items() if name not in (*TARGETS, "num_items_in_batch")}
@@ -48,7 +37,7 @@ def read_without_logits(
     def without(**inputs: Any) -> ModelOutput:
         return _dropped(forward(**inputs))
 
-    output = rows.read(model, without, inputs, further) if rows else without(**of_whole_rows(inputs, ()), **further)
+    output = read_stock(model, without, rows, inputs, further)
     backbone, vocabulary = call.backbone_output, model.config.get_text_config(decoder=True).vocab_size
     hidden = backbone.last_hidden_state
 
@@ -56,10 +45,9 @@ def read_without_logits(
         stand_in = {cache_argument(model): HeadInput(type(backbone)(last_hidden_state=hidden))}
         ids = torch.zeros_like(targets)
         logits = forward(input_ids=ids, return_dict=True, **stand_in, **uncounted({}, model.config)).logits
-        summed: Tensor = model.loss_function(
+        return model.loss_function(
             logits=logits, labels=targets, shift_labels=targets, vocab_size=vocabulary, num_items_in_batch=1
         )
-        return summed
 
     targets = shifted(labels, shift_labels, rows.layout if rows else Rows(size))
     loss = chunked_loss(

@@ -36,10 +36,9 @@ class HybridGenerationMixin:
         """What a step of generation reads: with a `HybridCache`, all tokens that this has not read."""
         kwargs["attention_mask"] = attention_mask
         if (cache := _hybrid_cache_of(kwargs)) is None:
-            prepared: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
+            return super().prepare_inputs_for_generation(  # type: ignore[misc]
                 input_ids, inputs_embeds=inputs_embeds, **kwargs
             )
-            return prepared
         kwargs = {name: x for name, x in kwargs.items() if x is not cache and name != "position_ids"}
         prepared = RecurrentGenerationMixin.prepare_inputs_for_generation(
             self, input_ids, cache=cache, inputs_embeds=inputs_embeds, **kwargs
@@ -111,7 +110,8 @@ def _arguments(
         keyword["position_ids"] = text_positions(keyword["position_ids"])
     prompt = next((x for x in (inputs, keyword.get("input_ids"), keyword.get("inputs_embeds")) if x is not None), None)
     if prompt is not None and keyword.get("position_ids") is not None:
-        rows = rows_of(_tokens(prompt) | {"position_ids": keyword["position_ids"]})
+        tokens = "inputs_embeds" if prompt.is_floating_point() else "input_ids"
+        rows = rows_of({tokens: prompt, "position_ids": keyword["position_ids"]})
         check_uses(model, uses_of_rows(rows) | {"use_cache": True})
     name, use_cache = cache_argument(model), bool(setting("use_cache", True))
     cache = keyword.get(name)
@@ -134,10 +134,6 @@ def _arguments(
     cache.set_in_generate(False, setting("eos_token_id"))
     cache.batch_repeat_interleave(max(setting("num_beams", 1), setting("num_return_sequences", 1)))
     return {name: cache, "cache_implementation": None}
-
-
-def _tokens(prompt: Tensor) -> dict[str, Tensor]:
-    return {"inputs_embeds" if prompt.is_floating_point() else "input_ids": prompt}
 
 
 def _hybrid_cache_of(model_kwargs: dict[str, Any]) -> HybridCache | None:

@@ -144,10 +144,6 @@ class DeltaMixer(StateMixer):
     scan = staticmethod(scan_delta)
     kernels = (chunk_gated_delta_rule, causal_conv1d_fn)
     norm_name, output_name = "norm", "out_proj"
-    head_k_dim: int
-    head_v_dim: int
-    key_dim: int
-    value_dim: int
 
     @property
     def state_shape(self: Any) -> LayerShape:
@@ -159,7 +155,7 @@ class DeltaMixer(StateMixer):
         """[q, k, v] before the convolution, log decays (B, T, H) or (B, T, H, N), rates (B, T, H), and the gate."""
         raise NotImplementedError
 
-    def kernel_limit(self, dtype: torch.dtype) -> str:
+    def kernel_limit(self: Any, dtype: torch.dtype) -> str:
         return super().kernel_limit(dtype) or kernel_limit_of(self.head_k_dim)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +166,7 @@ class DeltaMixer(StateMixer):
             return super().forward(hidden_states, *args, **kwargs)
         return self.read(hidden_states, self.state_before(None, hidden_states), None)[0]
 
-    def read(self, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
+    def read(self: Any, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
         backend, wide = self.backend_for(x), state.recurrent.dtype
         qkv, g, beta, gate = self.parts(x)
         qkv, conv = self.convolve(qkv, state.conv, rows, backend)
@@ -330,11 +326,10 @@ def take_mixers_over(model: nn.Module) -> None:
 
 @functools.cache
 def _taken_over(stock: Any) -> Any:
-    mixin = MIXERS[stock.__name__]
-    return under_its_name(stock, _taken_over, (mixin,), {})
+    return under_its_name(stock, _taken_over, MIXERS[stock.__name__], {})
 
 
-def under_its_name(stock: Any, make: Any, mixins: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+def under_its_name(stock: Any, make: Any, mixin: type, namespace: dict[str, Any]) -> Any:
     """A subclass of a stock class under its name, by which pickle would find the stock one: it gets `make(stock)`."""
 
     def reduced(self: Any, protocol: Any) -> Any:
@@ -342,7 +337,7 @@ def under_its_name(stock: Any, make: Any, mixins: tuple[type, ...], namespace: d
         return _empty, (make, stock), *contents
 
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock.__name__, (*mixins, stock), names | namespace | {"__reduce_ex__": reduced})
+    return type(stock.__name__, (mixin, stock), names | namespace | {"__reduce_ex__": reduced})
 
 
 def _empty(make: Any, stock: Any) -> Any:

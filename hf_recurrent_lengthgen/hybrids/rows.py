@@ -44,7 +44,6 @@ class StockRows:
         self.moved = MovedRows.of_sequences(layout, together=True)
         (self.padded,) = self.moved.groups
         self.rows, self.length = self.moved.orders[0].shape
-        self._source = self.moved.source
         self._chosen: Tensor | None = None
 
     def to_front(self, x: Tensor) -> Tensor:
@@ -54,7 +53,7 @@ class StockRows:
 
     def back(self, x: Tensor) -> Tensor:
         """(N, L, ...) to (B, T, ...); a padding position repeats the last real token before it."""
-        return x.flatten(0, 1)[self._source]
+        return x.flatten(0, 1)[self.moved.source]
 
     def starting(self, state: RecurrentState, new: RecurrentState | None) -> RecurrentState:
         """The states of the N sequences: that of its row for the first one of a row, `new` for others.
@@ -104,9 +103,8 @@ class StockRows:
         if isinstance(keep, int) and keep == 0:
             return
         check_uses(model, {"logits_to_keep": True, "labels": has_targets})
-        self._chosen = self._source[:, -keep:] if isinstance(keep, int) else self._source[:, keep]
-        moved["logits_to_keep"] = (self._chosen % self.length).unique()
-        self._places = moved["logits_to_keep"]
+        self._chosen = self.moved.source[:, slice(-keep, None) if isinstance(keep, int) else keep]
+        moved["logits_to_keep"] = self._places = (self._chosen % self.length).unique()
 
     def output(self, output: ModelOutput) -> dict[str, Any]:
         """The entries of an output of the stock model for the B rows."""
@@ -131,15 +129,7 @@ class StockRows:
                 )
         return moved
 
-    def read(self, model: Any, forward: Any, arguments: dict[str, Any], further: dict[str, Any]) -> ModelOutput:
-        """The output of a stock model, which has this `forward`, for the B rows; `further` arguments are of N rows."""
-        output = forward(**self.arguments(model, arguments) | further)
-        entries = self.output(output)
-        if any(arguments.get(name) is not None for name in TARGETS):
-            entries = {"loss": self._loss(model, entries, arguments)} | entries
-        return type(output)(**entries)
-
-    def _loss(self, model: Any, output: dict[str, Any], arguments: dict[str, Any]) -> Tensor:
+    def loss(self, model: Any, output: dict[str, Any], arguments: dict[str, Any]) -> Tensor:
         """The loss as the stock model computes it, from logits and targets of the B rows."""
         targets = {
             name: arguments[name] for name in (*TARGETS, "num_items_in_batch") if arguments.get(name) is not None
@@ -159,6 +149,19 @@ class StockRows:
             real = logits if self.layout.real is None else logits[self.layout.real]
             loss = loss + z_loss_coefficient * real.logsumexp(-1).to(loss.dtype).pow(2).mean()
         return with_loss_of_experts(model, loss, output)
+
+
+def read_stock(
+    model: Any, forward: Any, rows: StockRows | None, arguments: dict[str, Any], further: Any
+) -> ModelOutput:
+    """The output of a stock model, which has this `forward`, for the B rows; `further` arguments are of N rows."""
+    if rows is None:
+        return forward(**of_whole_rows(arguments, ()), **further)
+    output = forward(**rows.arguments(model, arguments) | further)
+    entries = rows.output(output)
+    if any(arguments.get(name) is not None for name in TARGETS):
+        entries = {"loss": rows.loss(model, entries, arguments)} | entries
+    return type(output)(**entries)
 
 
 def with_loss_of_experts(model: Any, loss: Tensor, output: Mapping[str, Any]) -> Tensor:

@@ -78,8 +78,7 @@ def obey_window(model: Any) -> None:
     _check_number(window)
     name = model.config.get_text_config(decoder=True)._attn_implementation
     check_uses(model, {"attention_window": True, "this attn_implementation": name not in ALL_MASK_ATTENTION_FUNCTIONS})
-    functions = (ALL_MASK_ATTENTION_FUNCTIONS, _masking), (ALL_ATTENTION_FUNCTIONS, _attending)
-    for interface, wrap in functions:
+    for interface, wrap in ((ALL_MASK_ATTENTION_FUNCTIONS, _masking), (ALL_ATTENTION_FUNCTIONS, _attending)):
         stock = interface.get(name)
         if stock is not None and not hasattr(stock, "obeys"):
             wrapped = wrap(stock)

@@ -40,6 +40,7 @@ from hf_recurrent_lengthgen.hybrids.rows import (
     StockRows,
     experts_counted,
     of_whole_rows,
+    read_stock,
     reads_tokens,
     refuse_unread,
     rows_of,
@@ -242,9 +243,7 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
         let_checkpointing_recompute(self)
         if arguments.pop("skip_logits", False):
             return read_without_logits(self, super().forward, call, rows, arguments, further or {})  # type: ignore[misc]
-        if rows is not None:
-            return rows.read(self, super().forward, arguments, further or {})  # type: ignore[misc]
-        return super().forward(**of_whole_rows(arguments, ()) | (further or {}))  # type: ignore[misc]
+        return read_stock(self, super().forward, rows, arguments, further or {})  # type: ignore[misc]
 
 
 @functools.cache
@@ -276,7 +275,7 @@ def _stateful_class(stock: Any) -> Any:
         parameters=[p for p in parameters if p not in catch_all] + added + catch_all
     )
     forward.__doc__ = stock.forward.__doc__
-    return under_its_name(stock, _stateful_class, (StatefulMixin,), {"forward": forward, "stock_class": stock})
+    return under_its_name(stock, _stateful_class, StatefulMixin, {"forward": forward, "stock_class": stock})
 
 
 @functools.cache

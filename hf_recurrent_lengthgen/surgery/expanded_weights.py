@@ -74,7 +74,7 @@ def draw_as_released(mixer: Any) -> None:
         mixer.dt_bias.fill_(1)
 
 
-def widened_mamba2(old: Weights, new: Weights, groups: int, how: str) -> Weights:
+def widened_mamba2(old: Weights, new: Weights, mixer: Any, how: str) -> Weights:
     """Mamba-2 with more rows of B and C (Eq. 5), which follow [z, x] in `in_proj` and x in `conv1d`, group by group.
 
     "reinit": A_log, dt_bias and the rows and channels of B and C are new; D and the rows of dt stay. "released":
@@ -83,7 +83,7 @@ def widened_mamba2(old: Weights, new: Weights, groups: int, how: str) -> Weights
     gradients and stay equal. "inherit": the old rows stay, and the new rows of C are zero. So outputs do not change,
     and gradients reach C first, then B.
     """
-    inner = old["out_proj.weight"].shape[1]
+    inner, groups = old["out_proj.weight"].shape[1], mixer.n_groups
     result = dict(old)
     for name, before in (("in_proj", 2 * inner), ("conv1d", inner)):
         for part in ("weight", "bias"):
@@ -120,24 +120,23 @@ def _widened_groups(old: Tensor, new: Tensor, groups: int) -> Tensor:
     return torch.cat([old, new[:, old.shape[1] :]], dim=1).flatten(0, 1)
 
 
-def widened_mamba(old: Weights, new: Weights, how: str, normed: bool) -> Weights:
+def widened_mamba(old: Weights, new: Weights, mixer: Any, how: str) -> Weights:
     """Mamba-1 with more rows of B and C, which follow those of the step sizes in `x_proj`, and more decays in `A_log`.
 
     "reinit": A_log, the bias of the step sizes and the rows of B and C are new. "inherit": the new decays continue the
-    initialization log n, n > N, and the rows are as in `widened_mamba2`. FalconMamba (`normed`) divides B and C by
-    their root mean square over N. N' - N values near zero make the results grow by s = sqrt(N'/N), and C . B by s^2,
-    so D is multiplied and out_proj divided by s^2.
+    initialization log n, n > N, and the rows are as in `widened_mamba2`. FalconMamba divides B and C by their root
+    mean square over N. N' - N values near zero make the results grow by s = sqrt(N'/N), and C . B by s^2, so D is
+    multiplied and out_proj divided by s^2.
     """
     rank, size, new_size = old["dt_proj.weight"].shape[1], old["A_log"].shape[1], new["A_log"].shape[1]
     dt, b, c = old["x_proj.weight"].split([rank, size, size])
     _, new_b, new_c = new["x_proj.weight"].split([rank, new_size, new_size])
-    result = dict(old)
     if how == "reinit":
-        result |= {name: new[name] for name in ("A_log", "dt_proj.bias")}
-        return result | {"x_proj.weight": torch.cat([dt, new_b, new_c])}
-    result["A_log"] = torch.cat([old["A_log"], new["A_log"][:, size:]], dim=1)
+        redrawn = {name: new[name] for name in ("A_log", "dt_proj.bias")}
+        return old | redrawn | {"x_proj.weight": torch.cat([dt, new_b, new_c])}
+    result = old | {"A_log": torch.cat([old["A_log"], new["A_log"][:, size:]], dim=1)}
     b_rows, c_rows = new_b[size:], torch.zeros_like(new_c[size:])
-    if normed:
+    if getattr(mixer.config, "mixer_rms_eps", None) is not None:  # FalconMamba
         gain = new_size / size
         b_rows = b_rows * (QUIET_ROWS * _rms(b) / _rms(b_rows).clamp(min=1e-30))
         b, c = b * gain**0.5, c * gain**0.5
@@ -150,7 +149,7 @@ def _rms(x: Tensor) -> Tensor:
     return x.float().square().mean().sqrt()
 
 
-def merged_heads(old: Weights, new: Weights, how: str) -> Weights:
+def merged_heads(old: Weights, new: Weights, _: Any, how: str) -> Weights:
     """GLA, HGRN-2, linear attention and RWKV with fewer and larger heads (Eq. 4); g old heads become one new head.
 
     "reinit", "released": all weights are new. "inherit", "merge-copy": weights of single heads stay, (H, N) as
@@ -173,8 +172,7 @@ class Expansion(NamedTuple):
     """How one kind of mixer is expanded.
 
     Attributes:
-        weights: Function from old weights, weights of a new mixer, that mixer and the initialization to the expanded
-            weights.
+        weights: The expanded weights, from old ones, those of a new mixer, that mixer and the initialization.
         new_values: What the names of the parameters that then hold new values begin with, after the mixer's name.
         of_reinit: Further ones, unless weights are inherited.
         of_released: Further ones in `RELEASED`.
@@ -192,20 +190,9 @@ class Expansion(NamedTuple):
 
 
 EXPANSIONS = {
-    "heads": Expansion(lambda old, new, _, how: merged_heads(old, new, how), (".",), (), ("_norm.",)),
-    "Mamba-1": Expansion(
-        lambda old, new, mixer, how: widened_mamba(
-            old, new, how, getattr(mixer.config, "mixer_rms_eps", None) is not None
-        ),
-        (".A_log", ".x_proj."),
-        (".dt_proj.bias",),
-    ),
-    "Mamba-2": Expansion(
-        lambda old, new, mixer, how: widened_mamba2(old, new, mixer.n_groups, how),
-        (".in_proj.", ".conv1d."),
-        (".A_log", ".dt_bias"),
-        (".norm.",),
-    ),
+    "heads": Expansion(merged_heads, (".",), (), ("_norm.",)),
+    "Mamba-1": Expansion(widened_mamba, (".A_log", ".x_proj."), (".dt_proj.bias",)),
+    "Mamba-2": Expansion(widened_mamba2, (".in_proj.", ".conv1d."), (".A_log", ".dt_bias"), (".norm.",)),
 }
 
 

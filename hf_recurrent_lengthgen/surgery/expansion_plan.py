@@ -61,7 +61,6 @@ class Plan(NamedTuple):
 
     config: Any
     size: str
-    recurrent: tuple[int, ...]
     layers: tuple[int, ...]
     before: dict[int, int]
     after: dict[int, int]
@@ -114,7 +113,7 @@ def expansion_plan(
     if not layers or not {*layers} <= {*recurrent}:
         raise ValueError(f"layers must be some of the recurrent layers, {str([*recurrent])[1:-1]}, got {layers}.")
     chosen = tuple(layers)
-    before = {layer: size_of(blank, growth, layer) for layer in recurrent}
+    before = {layer: _size_of(mixer, growth) for layer, (_, mixer) in mixers.items()}
     after = before | {
         layer: _new_size(growth.size, layer, before[layer], factor, sizes.get(growth.size)) for layer in chosen
     }
@@ -129,7 +128,7 @@ def expansion_plan(
         setattr(new, growth.field, after[chosen[0]])
     else:
         with_size(new, growth.field, {mixers[layer][1].layer_idx: after[layer] for layer in chosen})
-    return Plan(new, growth.size, recurrent, chosen, before, after)
+    return Plan(new, growth.size, chosen, before, after)
 
 
 def check_type(config: Any) -> None:
@@ -158,10 +157,10 @@ def growth_of(model: PreTrainedModel) -> Growth:
     return Growth(size, PER_LAYER[size], per_layer=True)
 
 
-def size_of(model: PreTrainedModel, growth: Growth, layer: int) -> int:
+def _size_of(mixer: Any, growth: Growth) -> int:
     if not growth.per_layer:
-        return int(expandable_mixers(model)[layer][1].ssm_state_size)
-    recurrent = expandable_mixers(model)[layer][1].state_shape.recurrent
+        return int(mixer.ssm_state_size)
+    recurrent = mixer.state_shape.recurrent
     return int(recurrent[-1] if growth.size == "state_size" else recurrent[0])
 
 

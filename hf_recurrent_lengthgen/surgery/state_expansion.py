@@ -7,16 +7,13 @@
   H P values holds H times as many, with the same weights. Beyond the paper, linear attention, HGRN-2, RWKV-5 to
   RWKV-7, DeltaNet, Gated DeltaNet and KDA do the same.
 - 4 layers are expanded, one in every m from the first (4.4).
-- "reinit", the paper's choice, initializes the recurrence of these layers anew, as the authors' packages do
-  (mamba-ssm, fla). "inherit" keeps the trained weights, and the new ones can learn: ours. "inherit-zero" is what the
-  paper compares with (5.5): all new weights are zero. Then no gradient reaches them, because a new row of B writes
-  what no row of C reads, and a new row of C reads what no row of B wrote. Training cannot use the larger state. Where
-  states begin as noise there is something to read: then the rows of Mamba-1 learn, but of Mamba-2 only the biases of
-  the convolution, since rows and taps are both zero.
-- "released" and "merge-copy" are what the authors' code does (thunlp/StateX, commit 76d15ef), for Mamba-2 and GLA.
-  "released" differs from the text: in Mamba-2 A = 1 to H, dt_bias = 1, and a new norm of the outputs; in GLA xavier
-  draws with gain 2^-2.5 and a new norm before the block. Its baseline is "merge-copy": in Mamba-2 copies of trained
-  rows of B and C, the rest as in "released"; in GLA the heads' weights stay, and the norm before the block is new.
+- "reinit" is the paper's choice, "inherit" ours, and "inherit-zero" what the paper compares with (5.5): all new
+  weights are zero. Then no gradient reaches them, because a new row of B writes what no row of C reads, and a new row
+  of C reads what no row of B wrote. Training cannot use the larger state. Where states begin as noise there is
+  something to read: then the rows of Mamba-1 learn, but of Mamba-2 only the biases of the convolution, since rows and
+  taps are both zero.
+- "released", and its baseline "merge-copy", are what the authors' code does (thunlp/StateX, commit 76d15ef), for
+  Mamba-2 and GLA; `expanded_weights.py` says how. In GLA, the norm before the block is then new, too.
 
 The delta rule (DeltaNet, Gated DeltaNet, KDA, RWKV-7) cannot inherit. A key of norm 1 over g merged heads has a norm
 of about 1 / sqrt(g) in each, so that it erases 1 / g of what it erased, and g rates and decays become one. The same
@@ -28,6 +25,7 @@ The config of the new model has the sizes of all layers, so its checkpoint descr
 """
 
 import copy
+import math
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -55,8 +53,6 @@ from hf_recurrent_lengthgen.surgery.expansion_plan import (
     check_type,
     expandable_mixers,
     expansion_plan,
-    growth_of,
-    size_of,
 )
 
 Initialization = Literal["reinit", "inherit", "inherit-zero", "released", "merge-copy"]
@@ -161,7 +157,7 @@ def expand_state(
 
 
 def _expanded_weights(model: PreTrainedModel, new: Any, plan: Plan, how: Initialization) -> Weights:
-    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
     mixers, old_mixers = expandable_mixers(new), expandable_mixers(model)
     for layer in plan.layers:
         name, mixer = mixers[layer]
@@ -180,7 +176,7 @@ def _expanded_weights(model: PreTrainedModel, new: Any, plan: Plan, how: Initial
             draw_as_released(mixer)
         elif how == "reinit" and mamba:
             draw_as_mamba_ssm(mixer, new.config)
-        old = {key: value.detach() for key, value in old_mixers[layer][1].state_dict().items()}
+        old = old_mixers[layer][1].state_dict()
         fresh = {key: value.to(old[key]) for key, value in mixer.state_dict().items()}
         if how == "inherit-zero":  # A of a new state must be something
             fresh = {key: value if key == "A_log" else torch.zeros_like(value) for key, value in fresh.items()}
@@ -213,9 +209,9 @@ def expansion_report(
     plan = expansion_plan(config, model_class, layers, count, factor, state_size, num_heads)
     models = [blank_model(each, model_class) for each in (config, plan.config)]
     parameters = (sum(p.numel() for p in model.parameters()) for model in models)
-    states = (sum(_recurrent_elements(model, layer) for layer in plan.recurrent) for model in models)
+    states = (sum(_recurrent_elements(mixer) for _, mixer in expandable_mixers(model).values()) for model in models)
     sizes = {layer: (plan.before[layer], plan.after[layer]) for layer in plan.layers}
-    return ExpansionReport(plan.size, sizes, len(plan.recurrent), *parameters, *states)
+    return ExpansionReport(plan.size, sizes, len(plan.before), *parameters, *states)
 
 
 def recorded_expansions(config: Any) -> dict[int, str]:
@@ -238,11 +234,10 @@ def expanded_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def _recurrent_elements(model: PreTrainedModel, layer: int) -> int:
-    mixer: Any = expandable_mixers(model)[layer][1]
+def _recurrent_elements(mixer: Any) -> int:
     if hasattr(mixer, "state_shape"):
-        return int(torch.Size(mixer.state_shape.recurrent).numel())
-    return int(mixer.out_proj.weight.shape[1]) * size_of(model, growth_of(model), layer)
+        return math.prod(mixer.state_shape.recurrent)
+    return int(mixer.out_proj.weight.shape[1] * mixer.ssm_state_size)  # of Transformers
 
 
 def _check_plain(model: PreTrainedModel) -> None:

@@ -214,6 +214,14 @@ def test_bad_files_are_refused(tmp_path: Path, name: str, content: bytes, messag
     assert str(tmp_path / name) in str(caught.value)
 
 
+def test_a_slice_without_rows_says_what_percents_are_of(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text("text")
+    assert load_texts(tmp_path, "train[:90%]") == ["text"] * 3
+    with pytest.raises(ValueError, match=r"it is empty; percents are of rows, such as the files of a folder"):
+        load_texts(tmp_path, "train[90%:]")
+
+
 def test_slices_of_one_text_are_of_its_characters(tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text("0123456789")

@@ -26,7 +26,7 @@ NOT_FROM_THE_DEVICE = {
     "data_place.py": "random states and rows as they are collated, on the CPU",
     "alignment_loss.py": "l_extra, drawn on the CPU",
 }
-CUTS = {"rows.py", "rows_moved.py", "segments.py"}
+CUTS = {"rows.py", "rows_moved.py", "segments.py", "chunks.py"}
 """Where documents begin decides how many rows there are, and masks are read."""
 
 

@@ -9,7 +9,6 @@ intervention, and also evaluate with examples in the prompt (few-shot). The word
     Answer: bathroom.
 """
 
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -115,8 +114,7 @@ class BackgroundText:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], first: str = " ") -> None:
-        marks = itertools.chain([first], itertools.repeat(" "))
-        encoded = [encode_next(tokenizer, mark + text) for mark, text in zip(marks, sentences(texts), strict=False)]
+        encoded = [encode_next(tokenizer, (" " if i else first) + text) for i, text in enumerate(sentences(texts))]
         self.tokens = torch.tensor([token for ids in encoded for token in ids])
         self.ends = np.cumsum([len(ids) for ids in encoded])
 
@@ -184,9 +182,10 @@ class BabilongPrompts(Prompts):
         body = self._take(generator, int(length - self._needed[index]))
         first = min(question.supporting)
         places = np.sort(generator.integers(0, len(body) + 1, len(question.facts)))
-        for fact, place in reversed(list(zip(question.facts, places.tolist(), strict=True))):
-            body.insert(place, self._tokens(f" {fact}"))
-        parts = [self._head, *body, self._tokens(_ending(question))]
+        *facts, ending = map(self._tokens, _texts(question))
+        for fact, place in reversed(list(zip(facts, places.tolist(), strict=True))):
+            body.insert(place, fact)
+        parts = [self._head, *body, ending]
         after = places[first] + first + 1  # parts of the body up to and with the first fact needed
         distance = sum(map(len, parts[1 + after :]))
         answer, scored = encode_answer(self._tokenizer, question.answer)
@@ -209,16 +208,14 @@ class BabilongPrompts(Prompts):
     def _shots(self, shots: Sequence[BabiQuestion]) -> list[int]:
         head = text_ids(self._tokenizer, "Text:")
         for shot in shots:
-            for fact in shot.facts:
-                head = head + self._tokens(f" {fact}")
-            head = head + self._tokens(_ending(shot)) + encode_answer(self._tokenizer, shot.answer)[0]
-            head = head + self._tokens("\n\nText:")
+            for text in _texts(shot):
+                head += self._tokens(text)
+            head += encode_answer(self._tokenizer, shot.answer)[0] + self._tokens("\n\nText:")
         return head
 
     def _length_without_background(self, question: BabiQuestion) -> int:
-        facts = sum(len(self._tokens(f" {fact}")) for fact in question.facts)
-        answer = len(self._tokens(f" {question.answer}."))
-        return len(self._head) + facts + len(self._tokens(_ending(question))) + answer
+        texts = [*_texts(question), f" {question.answer}."]
+        return len(self._head) + sum(len(self._tokens(text)) for text in texts)
 
     def _tokens(self, text: str) -> list[int]:
         if text not in self._known:
@@ -226,5 +223,6 @@ class BabilongPrompts(Prompts):
         return self._known[text]
 
 
-def _ending(question: BabiQuestion) -> str:
-    return f"\nQuestion: {question.question}\nAnswer:"
+def _texts(question: BabiQuestion) -> list[str]:
+    """The facts, and what follows them up to the answer."""
+    return [*(f" {fact}" for fact in question.facts), f"\nQuestion: {question.question}\nAnswer:"]

@@ -95,9 +95,6 @@ class KeyTexts:
             length: Number of tokens.
             depth: Share of the text before the right code; None to draw it. Each code stands at the place
                 nearest to its depth.
-
-        Raises:
-            ValueError: as in `check`.
         """
         self.check(length)
         names = [WORDS[index] for index in generator.choice(len(WORDS), self.keys, replace=False)]
@@ -124,15 +121,14 @@ class KeyTexts:
         self, start: int, facts: Sequence[list[int]], depths: np.ndarray, size: int, right: int
     ) -> tuple[Tensor, int]:
         """`size` tokens of text and facts from a place of the stream on, and the tokens after the `right` fact."""
-        text_size = size - sum(map(len, facts))  # without heads, which depend on the places
-        room = text_size - len(facts) * max(map(len, self._heads))
+        room = size - sum(map(len, facts)) - len(facts) * max(map(len, self._heads))  # places decide on the heads
         first = self._places[start]
         stop = np.searchsorted(self._places, first + room, "right")
         ends = self._places[start:stop] - first
         chosen = np.abs(ends[:, None] - room * depths).argmin(0)
         heads = [self._heads[line] for line in self._at_line[start + chosen].astype(int)]
-        text = self._stream[first : first + text_size - sum(map(len, heads))]
-        text = torch.cat([text, self._stream[: text_size - sum(map(len, heads)) - len(text)]])
+        text_size = size - sum(map(len, [*facts, *heads]))
+        text = self._stream[(first + torch.arange(text_size)) % len(self._stream)]
         parts: list[Tensor] = []
         done = written = end = 0
         for fact in np.argsort(depths, kind="stable"):  # the codes of a name keep their order

@@ -78,8 +78,5 @@ def needle_prompt(
 
 def _nearest_end(ends: np.ndarray, place: float, room: int) -> int:
     """The end of a sentence within `room` tokens that is nearest to a place; 0 counts as an end."""
-    after = int(np.searchsorted(ends, place))
-    around = [0] if after == 0 else [int(ends[after - 1])]
-    if after < len(ends) and ends[after] <= room:
-        around.append(int(ends[after]))
-    return min(around, key=lambda end: abs(end - place))
+    within = np.append(0, ends[ends <= room])
+    return int(within[np.abs(within - place).argmin()])

@@ -6,8 +6,7 @@ key of 4 digits, the text says 5; keys have 5 here.) The other prompts are those
 (arXiv:2410.07145), B.1, and of Shen et al., 2025 (arXiv:2509.22630), Table 12, after infinity-bench.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +19,7 @@ from hf_recurrent_lengthgen.data.tokens import text_ids
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
-@dataclass(frozen=True)
-class PasskeyStyle:
+class PasskeyStyle(NamedTuple):
     """Texts of a prompt: `head`, filler, `needle`, filler, `question`; the key replaces `{key}`.
 
     Attributes:

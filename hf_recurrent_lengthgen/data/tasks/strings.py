@@ -70,7 +70,7 @@ class TaskStrings(KeyedRows):
     tokens_per_symbol = 1  # in the prompt
     end_is_scored = True
 
-    def __init__(self, length: Lengths, vocabulary: int, samples: int, seed: int = 0) -> None:
+    def __init__(self, length: Lengths, vocabulary: int = 512, samples: int = 1_000_000, seed: int = 0) -> None:
         self.vocabulary = operator.index(vocabulary)
         super().__init__(length, samples, seed)
 
@@ -97,28 +97,20 @@ class TaskStrings(KeyedRows):
         return super().resume_record | self.record
 
     def _rows(self, rows: Array, lengths: Array) -> Rows:
-        tokens, labels, sizes = _assembled(self._parts(rows, lengths), self.end_is_scored)
-        before = ((0, 0), (int(self.begin), 0))
-        labels = np.pad(labels, before, constant_values=IGNORED_LABEL)
-        return Rows(np.pad(tokens, before, constant_values=END_ID), labels, sizes + self.begin)
-
-
-def _assembled(parts: StringParts, end_is_scored: bool) -> Rows:
-    """Rows "prompt | answer ." of up to 2 P + 2 tokens."""
-    count = parts.sizes[:, None]  # (B, 1)
-    longest = int(parts.sizes.max())
-    places = np.arange(2 * longest + 2)[None]  # (1, T)
-    after = places - count - 1  # place in the answer
-    in_answer = (after >= 0) & (after < count)
-    prompt = np.take_along_axis(parts.prompt, np.minimum(places, longest - 1), 1)
-    answer = np.take_along_axis(parts.answer, after.clip(0, longest - 1), 1)
-    tokens = np.where(places < count, prompt, PADDING_ID)
-    tokens = np.where(places == count, DELIMITER_ID, tokens)
-    tokens = np.where(in_answer, answer, tokens)
-    tokens = np.where(after == count, END_ID, tokens)
-    in_scored = np.take_along_axis(np.broadcast_to(parts.scored, parts.answer.shape), after.clip(0, longest - 1), 1)
-    scored = (in_answer & in_scored) | ((after == count) & end_is_scored)
-    return Rows(tokens, np.where(scored, tokens, IGNORED_LABEL), 2 * parts.sizes + 2)
+        parts = self._parts(rows, lengths)
+        count = parts.sizes[:, None]  # (B, 1)
+        longest = int(parts.sizes.max())
+        places = np.arange(-int(self.begin), 2 * longest + 2)[None]  # (1, T): -1 is before the prompt
+        after = places - count - 1  # place in the answer
+        in_answer, at_end = (after >= 0) & (after < count), after == count
+        prompt = np.take_along_axis(parts.prompt, places.clip(0, longest - 1), 1)
+        after = after.clip(0, longest - 1)
+        answer = np.take_along_axis(parts.answer, after, 1)
+        conditions = [at_end | (places < 0), places < count, places == count, in_answer]
+        tokens = np.select(conditions, [END_ID, prompt, DELIMITER_ID, answer], PADDING_ID)
+        scored = np.take_along_axis(np.broadcast_to(parts.scored, parts.answer.shape), after, 1)
+        scored = (in_answer & scored) | (at_end & self.end_is_scored)
+        return Rows(tokens, np.where(scored, tokens, IGNORED_LABEL), 2 * parts.sizes + 2 + self.begin)
 
 
 class CopyingStrings(TaskStrings):
@@ -155,9 +147,6 @@ class SortingStrings(TaskStrings):
     """
 
     name = "sorting"
-
-    def __init__(self, length: Lengths, vocabulary: int = 512, samples: int = 1_000_000, seed: int = 0) -> None:
-        super().__init__(length, vocabulary, samples, seed)
 
     @property
     def longest_possible(self) -> int:
