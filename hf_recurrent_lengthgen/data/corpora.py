@@ -148,7 +148,7 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
         if isinstance(error, datasets.exceptions.DataFilesNotFoundError):
             why, remedy = "none of its files can be read", f"give files {', '.join(_BUILDER_OF_SUFFIX)}"
         if is_empty and "%" in split:
-            remedy = "percents are of rows, such as the files of a folder, and rounded: give rows, train[:2] or train[2:]"
+            remedy = "percents are of rows, such as the files of a folder, rounded: give rows (train[:2], train[2:])"
         if "JSON parse error" in why:
             remedy = "give JSON objects, one on each line or all in a list, in UTF-8"
         raise ValueError(f"cannot read split {split!r} of {str(path_or_name)!r}: {why}; {remedy}") from error
