@@ -77,7 +77,7 @@ class TensorFiles:
         self._files: dict[str, Path] = {}
         self._opened: tuple[Path, _OpenFile] | None = None
         for file in self.paths:
-            metas, _ = self._open(file)
+            metas = self._open(file)[0]  # no reference to the file outlives this
             if twice := sorted(self.metas.keys() & metas.keys()):
                 raise ValueError(f"{file} and files before it both hold {', '.join(twice)}: {AGAIN}.")
             self.metas |= metas

@@ -76,7 +76,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _recipe(name: str, data: str) -> "Recipe | None":
     """The last training of a checkpoint, if its lineage has one."""
-    from hf_recurrent_lengthgen.checkpoints.adapters import base_of_learned_state, holds_learned_state
+    from hf_recurrent_lengthgen.checkpoints.adapters import base_of_learned_state, holds_adapter, holds_learned_state
     from hf_recurrent_lengthgen.checkpoints.methods import PLAIN
     from hf_recurrent_lengthgen.checkpoints.records import trainings
     from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import Recipe
@@ -85,7 +85,7 @@ def _recipe(name: str, data: str) -> "Recipe | None":
     if last is None:
         return None
     split = last.data.split if last.data.name == data else None
-    base = base_of_learned_state(name) if holds_learned_state(name) else None
+    base = base_of_learned_state(name) if holds_learned_state(name) and not holds_adapter(name) else None
     return Recipe(last.settings[-1].learning_rate, last.rows_per_step, last.methods[0] == PLAIN, split, base)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,29 @@ TENSORS = {
 
 def entries(tensors: dict[str, torch.Tensor] = TENSORS) -> list[Entry]:
     return [Entry(name, tuple(value.shape), value.dtype, lambda value=value: value) for name, value in tensors.items()]
+
+
+def test_one_file_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"pytorch_model-0000{number}-of-00003.bin" for number in (1, 2, 3)]
+    for name in names:
+        torch.save({name: torch.zeros(3)}, tmp_path / name, _use_new_zipfile_serialization=False)
+    index = {"weight_map": {name: name for name in names}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    read: list[weakref.ref[torch.Tensor]] = []
+    load = torch.load
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        assert not [tensor for tensor in read if tensor() is not None]
+        tensors = load(*arguments, **options)
+        read.extend(map(weakref.ref, tensors.values()))
+        return tensors
+
+    monkeypatch.setattr(torch, "load", watched)
+    files = TensorFiles(tmp_path)
+    assert len(read) == 3
+    for name in names:
+        files.tensor(name)
+    assert len(read) == 6
 
 
 def assert_holds(source: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
-from hf_recurrent_lengthgen.cli import diagnose as command  # noqa: F401  (has its own name of what is patched)
+from hf_recurrent_lengthgen.cli import diagnose as command
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
 from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_page
@@ -17,6 +17,7 @@ from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diag
 from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
+from tests.cli.training import train_briefly
 from tests.llamas import tiny_llama
 
 Diagnose = Callable[..., int]
@@ -108,6 +109,15 @@ def test_models_of_all_kinds_side_by_side(
     assert "LlamaForCausalLM does not carry a recurrent state" in (tmp_path / "out" / "index.html").read_text(
         encoding="utf-8"
     )
+
+
+def test_of_a_learned_state_alone_the_base_is_trained_next(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
+    alone, beside = tmp_path / "alone", tmp_path / "beside"
+    learned = ("--intervention", "learned")
+    assert train_briefly(checkpoint, alone, text_file, *learned) == 0
+    assert train_briefly(checkpoint, beside, text_file, *learned, "--train-model", "--lora-r", 2) == 0
+    recipes = [command._recipe(str(folder), "") for folder in (alone, beside)]
+    assert [recipe and recipe.base for recipe in recipes] == [str(checkpoint), None]
 
 
 def test_an_interrupt_says_how_to_go_on(

@@ -206,7 +206,7 @@ class BabilongPrompts(Prompts):
         return taken
 
     def _shots(self, shots: Sequence[BabiQuestion]) -> list[int]:
-        head = text_ids(self._tokenizer, "Text:")
+        head = [*text_ids(self._tokenizer, "Text:")]
         for shot in shots:
             for text in _texts(shot):
                 head += self._tokens(text)

@@ -111,6 +111,7 @@ def _after_failure(one: Measured) -> Step:
         f"{one.label} was not trained from states like those of long texts: train it with state passing, best with a "
         "tenth of the learning rate of its pre-training (--learning-rate)"
     )
+    part = (one.recipe and one.recipe.split) or rest_of(one.options.get("split", ""))
     if one.recipe is not None and one.recipe.base is not None:
         why = f"{one.label} has a learned state, which does not change the weights: train its base with state passing"
         one = one._replace(path=one.recipe.base, recipe=None)
@@ -123,7 +124,6 @@ def _after_failure(one: Measured) -> Step:
     if one.recipe is not None:
         rate, sequences = f"{share * one.recipe.learning_rate:.3g}", str(one.recipe.sequences)
         longer += ("--learning-rate", rate, "--per-device-train-batch-size", sequences)
-    part = (one.recipe and one.recipe.split) or rest_of(one.options.get("split", ""))
     if part not in (None, "train"):
         longer += ("--split", part)
     output = _output(one.path)
