@@ -180,7 +180,7 @@ def figure(study: Study, path: Path) -> None:
         floor = [without_recall(settings, number) for number in x]
         axis.plot(x, floor, linestyle="dotted", color="black", linewidth=1.5, label="without recall")
         axis.set_ylim(0.2, 1)
-        axis.set_xlabel("pairs in a row", fontsize=FONT_SIZE)
+        axis.set_xlabel("pairs in a sequence", fontsize=FONT_SIZE)
         axis.set_ylabel("values recalled", fontsize=FONT_SIZE)
     legend_below(picture, axes, 3)
     save_png(picture, path)
