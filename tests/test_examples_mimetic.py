@@ -114,9 +114,7 @@ def test_results_of_decays_that_were_not_the_models_own_are_not_taken_for_new(
     for seed, made in enumerate((key, of_before, of_before | {"arm": {}})):
         study.kept.put(arm.name, seed, {"key": made, "measured": {"1x": 0.5}})
     found = {seed: study.measured_of(arm, seed) for seed in range(4)}
-    assert [result and result["before"] for result in found.values()] == [False, True, None, None]
-    shown = names["table"](names["Layout"](("start",), ("1x",)), {("mamba2", ("one",)): {0: found[0], 1: found[1]}})
-    assert shown.splitlines()[2] == "| Mamba-2 | one | 0, 1* | 0.50 (0.50 to 0.50) |"
+    assert list(found.values()) == [{"1x": 0.5}, None, None, None]
 
 
 def test_all_layers_start_from_one_of_a_teacher(
@@ -204,9 +202,9 @@ def test_a_table_and_a_figure_show_means_over_seeds(names: dict[str, Any]) -> No
         "| Mamba-2 | default | 0.01 | 0 | 0.50 | 0.12 |",
         "| Mamba-1 | default | 0.1 | 0 | 0.50 | 0.00 |",
     ]
-    axes = names["figure"](layout, found).axes
-    assert [axis.get_title("left") for axis in axes] == ["Mamba-2, 2x", "Mamba-1, 2x"]
-    (line,) = axes[0].lines
+    (axis,) = names["figure"](layout, found).axes  # Mamba-1 has one rate
+    assert axis.get_title("left") == "Mamba-2, 2x"
+    (line,) = axis.lines
     assert sorted(zip(*line.get_data(), strict=True)) == [(0.01, 0.125), (0.1, 0.5)]
 
 

@@ -34,13 +34,9 @@ class Layout(NamedTuple):
 
 
 def table(layout: Layout, results: Measured) -> str:
-    """One row for each arm: mean over seeds, least and most. A seed with * was trained before the correction."""
+    """One row for each arm: mean over seeds, least and most."""
     rows = [
-        [
-            FAMILIES[family],
-            *labels,
-            ", ".join(f"{seed}*" if of.get("before") else f"{seed}" for seed, of in seeds.items()),
-        ]
+        [FAMILIES[family], *labels, ", ".join(map(str, seeds))]
         + [over_seeds(list(seeds.values()), measure, ".2f") for measure in layout.measures]
         for (family, labels), seeds in results.items()
     ]
@@ -48,7 +44,7 @@ def table(layout: Layout, results: Measured) -> str:
 
 
 def figure(layout: Layout, results: Measured) -> Figure:
-    """Means over seeds as lines, with bands from least to most."""
+    """Means over seeds as lines, with bands from least to most; no panel with a single value of x next to others."""
     drawn: dict[str, dict[str, dict[float, list[float]]]] = {}  # by panel, line and x
     for (family, labels), seeds in results.items():
         title = [FAMILIES[family]]
@@ -60,6 +56,7 @@ def figure(layout: Layout, results: Measured) -> Figure:
             x = float(measure.rstrip("x") if layout.x is None else labels[layout.x])
             values = [result[measure] for result in seeds.values()]
             drawn.setdefault(panel, {}).setdefault(line, {})[x] = values
+    drawn = {p: lines for p, lines in drawn.items() if any(len(points) > 1 for points in lines.values())} or drawn
     picture, axes = panels(list(drawn), min(3, len(drawn)))
     lines = list(dict.fromkeys(line for panel in drawn.values() for line in panel))
     for axis, panel in zip(axes, drawn.values(), strict=True):

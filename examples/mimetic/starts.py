@@ -173,13 +173,12 @@ class StringStudy(Stages):
         return self.run(arm.name, seed, training, trainer, data, checkpoint)
 
     def measured_of(self, arm: Arm, seed: int) -> Result | None:
-        """What is kept of an arm, and whether it is of "before" decays were scaled; None if it was made otherwise."""
+        """What was measured of an arm; None if it was made otherwise."""
         self.arms[arm.name] = replace(arm, tiny=self.tiny)
         made, result = json.loads(json.dumps(self.made_of(arm.name))), self.result(arm.name, seed)
-        decays = made.pop("decays", None)
         if result is None or any(result["key"].get(name) != value for name, value in made.items()):
             return None
-        return result["measured"] | {"before": result["key"].get("decays") != decays}
+        return dict(result["measured"])
 
     def made_of(self, name: str) -> dict[str, Any]:
         arm = self.arms[name]
