@@ -43,7 +43,7 @@ def demo_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_post_training_code_runs(demo_output: Path) -> None:
     (code,) = (block for block in blocks_of("python") if "StatePassingTrainer(" in block)
-    quick = code.replace("max_steps=1000", "max_steps=2, report_to='none', dataloader_pin_memory=False")
+    quick = code.replace("max_steps=2000", "max_steps=2, report_to='none', dataloader_pin_memory=False")
     assert quick != code
     exec(quick, {})
 
@@ -66,7 +66,7 @@ def test_the_commands_run(demo_output: Path) -> None:
     lines = [line for block in blocks_of("bash") for line in block.replace("\\\n", " ").splitlines()]
     commands = [line for line in lines if line.startswith("lengthgen ")]
     assert {shlex.split(command)[1] for command in commands} == set(quick)
-    (demo_output / "state-passing" / "checkpoint-1000").mkdir()  # what the code above the commands leaves
+    (demo_output / "state-passing" / "checkpoint-2000").mkdir()  # what the code above the commands leaves
     for command in commands:
         arguments = shlex.split(command)[1:]
         assert main([*arguments, *shlex.split(quick[arguments[0]])]) == 0

@@ -22,7 +22,7 @@ def test_the_code_of_the_quickstart_runs(demo_output: Path, capsys: pytest.Captu
     names: dict[str, object] = {}
     training, loading = blocks_of("index.md", "python")
     quick = {
-        "max_steps=1000": "max_steps=2, report_to='none', dataloader_pin_memory=False",
+        "max_steps=2000": "max_steps=2, report_to='none', dataloader_pin_memory=False",
         '.texts("train")': '.texts("train")[:20]',
     }
     for line, instead in quick.items():
