@@ -141,7 +141,7 @@ def main() -> None:
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(results.items()))
         file.write_text(f"{{{lines}}}\n")
         print(name, results[name]["newlines"], results[name]["drifting"], flush=True)
-    fill(options.page, {**tables(dict(sorted(results.items()))), "rule": rule(options.pairs or shipped)})
+    fill(options.page, {**tables(dict(sorted(results.items()))), "rule": rule(shipped)})
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", nargs="+", help="names in model_cards/ without -base; all by default")
+    parser.add_argument("--pairs", nargs="+", help="names without -base, measured again; default: all without result")
     parser.add_argument("--lengths", type=int, default=LENGTHS, help="length of the texts in training lengths")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of state_ranks.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/read_a_diagnosis.md", help="page with the table")
@@ -92,7 +92,7 @@ def main() -> None:
     kept = options.results / "state_ranks.json"
     results = json.loads(kept.read_text()) if kept.is_file() else {}
     for name in (f"{pair}-{kind}" for pair in options.pairs or shipped for kind in KINDS):
-        if name not in results:
+        if options.pairs or name not in results:
             results[name] = measured(ROOT / "model_cards" / name, options.lengths)
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
