@@ -202,10 +202,10 @@ ALTERNATIVES = {
     "all but Gated DeltaNet and Kimi Delta Attention. State passing stays near zero in all but the hybrids with full "
     "attention",
     "perplexity": "Perplexity by position, a panel for each family: base and plain training rise beyond 128 bytes "
-    "where the excess loss does. State passing and TBTT rise less or not at all",
+    "where the excess loss does. State passing and TBTT rise less or not at all, but in Qwen3-Next as much",
     "variants": "Excess loss by position, a panel for each variant: flat at zero for the default initialization of "
     "Mamba-2, RWKV-7 and Gated DeltaNet. In DeltaNet, and at T = 16 in RWKV-7 and Kimi Delta Attention, the "
-    "base rises and state passing stays below it",
+    "base rises and state passing stays below it; in Qwen3-Next at T = 16 both rise alike",
 }
 """What the lines of the figures do."""
 
