@@ -5,7 +5,7 @@ line is a comment), another alphabet (upper case), and facts (arbitrary pairs of
 and tested). The learning rate of each method and task is the better of two on a seed that is not reported. Results go
 to results.jsonl in this folder, and an interrupted run continues; then table and figure are written.
 
-    python examples/learned_state/run.py           # all, about ten minutes on one core
+    python examples/learned_state/run.py           # all, about 20 minutes on one core
     python examples/learned_state/run.py --report  # table and figure only
 """
 
