@@ -134,6 +134,9 @@ print(tokenizer.decode(answer[0, -3:]))  # 71 43 2
 
 Its tokenizer has the words of such prompts only. Its base, `passkey-base`, retrieves passkeys in 128 words."""
 """The part of the card on how to ask the model."""
+BASE_WORDS = """\
+It reads prompts of the passkey task and knows no other words, retrieves passkeys in 128 words and loses them further \
+back. `passkey-far` is what training on longer prompts makes of it; its card has the code that asks for a passkey."""
 
 
 class PasskeyStudy(Stages):
@@ -341,9 +344,10 @@ def ship_pair(study: PasskeyStudy, cards: Path) -> None:
     for folder in folders:
         said = ("--language", "en", "--license", "apache-2.0")
         lengthgen("card", folder, "--results", found / "retrieval.json", *said)
-    readme = folders[1] / "README.md"
-    card = readme.read_text(encoding="utf-8")
-    readme.write_text(card.replace(OWN_WORDS[0], f"{OWN_WORDS[0]}\n\n{ASK}"), encoding="utf-8")
+    for folder, words in zip(folders, (BASE_WORDS, ASK), strict=True):
+        readme = folder / "README.md"
+        card = readme.read_text(encoding="utf-8")
+        readme.write_text(card.replace(OWN_WORDS[0], f"{OWN_WORDS[0]}\n\n{words}"), encoding="utf-8")
 
 
 def main() -> None:
