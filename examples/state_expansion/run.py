@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arm_results import ArmResults
 from arms import ARMS, BASES, TINY, Result, Settings, expanded, fit, new_gla, new_model, without_recall
 from small_setting import options_of, parsed
-from study_pages import band, fill, legend_below, markdown, panels
+from study_pages import fill, legend_below, markdown, panels
 
 HERE = Path(__file__).resolve().parent
 HEADS = "heads"
@@ -159,7 +159,7 @@ def heads_table(study: Study) -> str:
 
 
 def figure(study: Study, path: Path) -> None:
-    """Accuracy against pairs: a panel for each base and number of steps in which arms can be compared."""
+    """Accuracy of seeds and their mean: a panel for each base and number of steps in which arms can be compared."""
     settings = study.settings
     shown = {
         (name, steps): lines
@@ -171,18 +171,23 @@ def figure(study: Study, path: Path) -> None:
         return
     titles = [f"{BASES[name].label}: {steps:,} steps" for name, steps in shown]
     picture, axes = panels(titles, len(settings.steps))
+    pairs = settings.pairs[1]
     for axis, lines in zip(axes, shown.values(), strict=True):
-        for arm, seeds in lines.items():
-            look, x = ARMS[arm], list(settings.evaluated_pairs)
-            columns = [[result["accuracy"][str(number)] for result in seeds.values()] for number in x]
-            style = "dashed" if arm in ("vanilla", "large") else "solid"
-            band(axis, x, columns, 0.1, linestyle=style, color=look.color, label=look.label)
-        floor = [without_recall(settings, number) for number in x]
-        axis.plot(x, floor, linestyle="dotted", color="black", linewidth=1.5, label="without recall")
-        axis.set_ylim(0.2, 1)
-        axis.set_xlabel("pairs in a sequence", fontsize=FONT_SIZE)
-        axis.set_ylabel("values recalled", fontsize=FONT_SIZE)
-    legend_below(picture, axes, 3)
+        for place, (arm, seeds) in enumerate(lines.items()):
+            color, recalled = ARMS[arm].color, [result["accuracy"][str(pairs)] for result in seeds.values()]
+            axis.plot(recalled, [place] * len(recalled), "o", color=color, alpha=0.45, markersize=6)
+            axis.plot(statistics.mean(recalled), place, "|", color=color, markersize=22, markeredgewidth=3)
+        floor = without_recall(settings, pairs)
+        axis.axvline(floor, linestyle="dotted", color="black", linewidth=1.5, label="without recall")
+        axis.set_yticks(range(len(lines)), [ARMS[arm].label for arm in lines])
+        axis.set_ylim(len(lines) - 0.5, -0.5)
+        axis.set_xlim(0.25, 1.02)
+        axis.grid(axis="y", visible=False)
+        axis.set_xlabel(f"share of values recalled, {pairs} pairs", fontsize=FONT_SIZE)
+    for axis in axes[1::2]:
+        axis.tick_params(labelleft=False)
+    picture.set_size_inches(11.5, 1.3 * len(axes) + 0.8)
+    legend_below(picture, axes, 1)
     save_png(picture, path)
 
 
