@@ -41,7 +41,7 @@ STUDIES = {  # command, what it prints and how often, and a file that it writes
     "passkey/keys.py --tiny --seeds 3 --kinds last --output out --results r": (r"^\| last of two codes", 5, "r"),
     "passkey/chunks.py --tiny --seeds 3 --output out --results r": (r"^\| 3 \| ", 9, "r"),
     "passkey/new_task.py --tiny --seeds 3 --output out --results r": (r"^\| 3 \| ", 3, "r"),
-    "passkey/questions.py --tiny --seeds 3 --output out --results r": (r"^\| qa[12] ", 16, "r/questions.png"),
+    "passkey/questions.py --tiny --seeds 3 --output out --results r": (r"^\| qa[12] ", 20, "r/questions.png"),
     "passkey/mixing.py --tiny --results r": (r"^(passkeys|text) ", 8, "r/results.json"),
     "state_expansion/run.py --tiny --bases heads --seeds 0 1 --output out --results r": (r"^seed [01]", 4, "r"),
     "planted_fault.py --type bamba --training-length 16 --length 64 --sequences 4 --steps 2 --output out": (

@@ -34,7 +34,8 @@ def demo_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
-    for name in ("bamba-base", "bamba-state-passing", "delta-net-state-passing", "passkey-base"):
+    linked = ("bamba-base", "bamba-state-passing", "delta-net-state-passing", "falcon-h1-base", "passkey-base")
+    for name in linked:
         (tmp_path / "model_cards" / name).symlink_to(ROOT / "model_cards" / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
